@@ -194,6 +194,8 @@ def _save_options(
     progress = arguments.get("progress")
     bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
     base = None if base is None else url_text(base)
+    if not isinstance(base, str | None):
+        raise UsageError(f"base= is the path or URL of a checkpoint, not {base!r}")
     return SaveOptions.of(arguments, progress=bar, base=base, reusable=reusable, staging=staging)
 
 

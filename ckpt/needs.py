@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from os import listdir
 from sys import modules
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,12 @@ def needed(library: str, extra: str) -> Iterator[None]:
         if (err.name or "").partition(".")[0] != library:
             raise
         raise ImportError(f"this module needs {library}: pip install 'ckpt-toolkit[{extra}]'", name=library) from err
+
+
+def require_torch(what: str) -> None:
+    """Raise UsageError unless PyTorch is installed, which ``what`` needs. Does not import it."""
+    if find_spec("torch") is None:
+        raise UsageError(f"{what} needs PyTorch, which is not installed", hint="pip install torch")
 
 
 def warn_if_untried(distribution: str, tried: str) -> None:

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Literal, TypeVar, overload
 
@@ -128,6 +128,8 @@ def threads(given: int | None) -> int:
     """By default the cores that this rank has for itself, at most 4; torchrun says how many ranks share the machine."""
     shared = os.environ.get("LOCAL_WORLD_SIZE", "1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if isinstance(given, float):
+        raise UsageError(f"threads must be a whole number, not {given!r}")
     own = max(1, min(4, cores // (int(shared) if shared.isdigit() and int(shared) else 1)))
     return max(1, int(_positive("threads", given, "CKPT_THREADS", float(own))))
 
@@ -172,8 +174,9 @@ def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | N
     if given is None:
         listed = variable("CKPT_SOURCES")
         return None if listed is None else tuple(root.strip() for root in listed.split(";") if root.strip())
-    roots = tuple(map(url_text, (given,) if isinstance(given, str | os.PathLike) else given))
-    if not all(isinstance(root, str) and root for root in roots):
+    several: object = (given,) if isinstance(given, str | os.PathLike) else given
+    roots = tuple(map(url_text, several)) if isinstance(several, Iterable) else ()
+    if not isinstance(several, Iterable) or not all(isinstance(root, str) and root for root in roots):
         raise UsageError(f"sources are URLs or paths of directories, not {given!r}", hint='sources=["/data/models"]')
     return roots
 

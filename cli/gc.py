@@ -162,7 +162,7 @@ class _Collection:
         sizes += [orphan.bytes for orphan in self.orphans if orphan.removable]
         if not sizes:
             return "nothing to remove"
-        return f"{len(sizes)} would be removed, {units.size(sum(sizes))}; --yes removes them"
+        return f"{len(sizes)} would be removed, {units.size(sum(sizes))}; --yes removes {'it' if len(sizes) == 1 else 'them'}"
 
     def result(self, removed: int, freed: int) -> str:
         kept = [row for row in self.checkpoints if row.outcome == "kept"]

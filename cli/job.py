@@ -12,8 +12,9 @@ import click
 from ckpt import units
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.options import parse_mesh
-from ckpt.cli.console.output import URL, OneOf, Output, options, require_torch, style
+from ckpt.cli.console.output import URL, OneOf, Output, options, style
 from ckpt.errors import NotFoundError, UsageError
+from ckpt.needs import require_torch
 
 if TYPE_CHECKING:
     from ckpt.engine.dry_run.load import MeshForecast

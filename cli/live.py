@@ -121,7 +121,7 @@ class _Screen:
     def _text(self, seen: WatchSnapshot) -> str:
         name = seen.url.rstrip("/").rpartition("/")[2]
         if seen.state == "idle":
-            return f"{name}: no save in progress; waiting for the next"
+            return f"{name}: no save in progress{f', {seen.reason}' if seen.reason else ''}; waiting for the next"
         if seen.state == "committed":
             size = "" if seen.tensor_bytes is None else f", {units.size(seen.tensor_bytes)}"
             took = "" if seen.seconds is None else f" after {seen.seconds:.1f} s"

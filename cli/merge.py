@@ -25,8 +25,9 @@ from ckpt.cli.console.options import (
     tell_written,
     views_of,
 )
-from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, require_torch, style
+from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, style
 from ckpt.errors import UsageError
+from ckpt.needs import require_torch
 
 if TYPE_CHECKING:
     pass

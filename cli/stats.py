@@ -17,7 +17,7 @@ import click
 from ckpt import units
 from ckpt.cli.console.options import parse_mesh
 from ckpt.cli.console.output import URL, Output, options, style
-from ckpt.errors import StorageError, UsageError
+from ckpt.errors import NotCommittedError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
@@ -41,8 +41,9 @@ _MENTIONED = 0.01
 def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: Output) -> None:
     """Show how long each phase of the save at URL took, the slowest first. If URL is a run, show one line per save.
 
-    SECONDS is how long the threads of the slowest rank were busy and MEDIAN that of the median rank. WALL is the time from the first start
-    to the last end.
+    SECONDS is how long the threads of the slowest RANK were busy and MEDIAN that of the median rank. WALL is the time from the first start
+    to the last end. WORK of --ranks leaves out waiting and what the leader does alone. Of a run, SLOWEST is the rank that holds the others
+    up and its phase, or else the longest phase.
 
     \b
     Example:
@@ -98,11 +99,11 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
 
 
 def _print_phases(save: SaveSummary, output: Output) -> None:
-    heads = ("PHASE", ">SLOWEST RANK", ">SECONDS", ">MEDIAN", ">WALL", ">BYTES", ">RATE", "NOTE")
+    heads = ("PHASE", ">RANK", ">SECONDS", ">MEDIAN", ">WALL", ">BYTES", ">RATE", "NOTE")
     rows = [_row(phase) for phase in save.phases]
     gap = save.unaccounted
     if gap is not None and gap.share >= _MENTIONED:
-        note = f"{100 * gap.share:.0f} % of the save: no phase"
+        note = f"{100 * gap.share:.0f} % of the save"
         rows.append(("unaccounted", str(gap.rank), _seconds(gap.seconds), _seconds(gap.median), "", "", "", note))
     output.table(heads, rows)
 
@@ -111,7 +112,7 @@ def _row(phase: PhaseSummary) -> tuple[str, ...]:
     from ckpt.telemetry.spans import LEADING, WAITING
 
     times = (_seconds(phase.seconds), _seconds(phase.median), _seconds(phase.wall))
-    waits = "waiting for training" if phase.phase == "settle" else "waiting for other ranks"
+    waits = "waits for training" if phase.phase == "settle" else "waits for ranks"
     note = waits if phase.phase in WAITING else "the leader alone" if phase.phase in LEADING else ""
     return (phase.phase, str(phase.rank), *times, units.size(phase.bytes) if phase.bytes else "", _rate(phase.rate), note)
 
@@ -127,7 +128,7 @@ def _print_ranks(save: SaveSummary, tables: Mapping[int, SpanTable], output: Out
         note = style(ratio(table.seconds, save.median), "red") if rank in stragglers else ""
         again = f"{table.retries:,}" if table.retries else ""
         rows.append((str(rank), table.host or "", _seconds(table.seconds), *phases, again, note))
-    output.table((">RANK", "HOST", ">SECONDS", *(f">{name}" for name in names), ">RETRIES", "NOTE"), rows)
+    output.table((">RANK", "HOST", ">WORK", *(f">{name}" for name in names), ">RETRIES", "NOTE"), rows)
 
 
 def _print_totals(record: CommitRecord, save: SaveSummary, output: Output) -> None:
@@ -207,7 +208,7 @@ def _show_run(history: History, output: Output) -> None:
     else:
         members = any(saved.member for saved in history.saves)
         job = ("MEMBER",) if members else ()
-        heads = (">STEP", *job, "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RATE", ">RANKS", "STRAGGLERS", "VERDICT")
+        heads = (">STEP", *job, "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RANKS", "SLOWEST", "NOTE")
         output.table(heads, [_run_row(saved, members=members) for saved in history.saves])
         if history.left_out:
             output.line(f"{units.plural(history.left_out, 'step')} of {history.candidates:,} were left out, evenly")
@@ -263,17 +264,22 @@ def _of_run(saved: SavedSpans) -> dict[str, Any]:
 
 
 def _run_row(saved: SavedSpans, *, members: bool) -> tuple[str, ...]:
+    """What is slowest: the rank that holds the others up and its phase, or else the longest phase."""
+    from ckpt.runs.step_listing import UNFINISHED
+
     record, save = saved.record, saved.summary
     step = ("" if saved.step is None else str(saved.step), *([saved.member or ""] if members else []))
     if record is None:
-        return (*step, "", "", "", "", "", "", "", saved.problem or "")
-    known = (record.created[:19].replace("T", " "), units.size(record.tensor_bytes), str(record.world_size))
+        return (*step, "", "", "", "", "", "", UNFINISHED if isinstance(saved.error, NotCommittedError) else saved.problem or "")
+    known = (record.created[:16].replace("T", " "), units.size(record.tensor_bytes), str(record.world_size))
     if save is None:
-        return (*step, known[0], "", "", known[1], "", known[2], "", saved.problem or "")
+        return (*step, known[0], "", "", *known[1:], "", saved.problem or "")
     blocked = "" if save.blocked is None else f"{'≥ ' if save.background and not save.measured else ''}{_seconds(save.blocked)}"
-    rate = _rate(record.tensor_bytes / save.seconds if save.seconds > 0 else None)
-    slow = f"{len(save.stragglers):,}" if save.stragglers else "none"
-    return (*step, known[0], _seconds(save.seconds), blocked, known[1], rate, known[2], slow, save.verdict)
+    slowest = max(save.phases, key=lambda phase: (phase.wall, phase.phase)).phase if save.phases else ""
+    if save.lost is not None:
+        more = f" and {len(save.stragglers) - 1:,} more" if len(save.stragglers) > 1 else ""
+        slowest = f"rank {save.lost.rank}{more}: {save.lost.phase}"
+    return (*step, known[0], _seconds(save.seconds), blocked, *known[1:], slowest, "")
 
 
 @click.command("report", short_help="Draw saves as one HTML file.")

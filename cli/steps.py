@@ -13,8 +13,9 @@ import click
 from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import URL, Output, Update, options, progress, require_torch, style
+from ckpt.cli.console.output import URL, Output, Update, options, progress, style
 from ckpt.errors import FormatError, UsageError
+from ckpt.needs import require_torch
 
 if TYPE_CHECKING:
     from ckpt.engine.copy.copy import CopyReport

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,7 +54,7 @@ def verify(url: str, *, threads: int | None, semantic: bool, output: Output) -> 
     from ckpt.runs.members import member_urls
 
     if parts := member_urls(url):
-        _verify_members(parts, threads=threads, semantic=semantic, output=output)
+        _verify_members(url, parts, threads=threads, semantic=semantic, output=output)
         return
     part = single_part()
     if part is not None and semantic:
@@ -84,16 +86,21 @@ def verify(url: str, *, threads: int | None, semantic: bool, output: Output) -> 
             click.get_current_context().exit(MISFIT)
 
 
-def _verify_members(parts: Mapping[str, str], *, threads: int | None, semantic: bool, output: Output) -> None:
+def _verify_members(url: str, parts: Mapping[str, str], *, threads: int | None, semantic: bool, output: Output) -> None:
     """Verify the checkpoint of each member of a joint step; the exit code is that of the first with problems."""
-    context, code = click.get_current_context(), 0
+    context, code, documents = click.get_current_context(), 0, {}
     for name, part in parts.items():
         if not output.json and not output.quiet:
             click.echo(f"{name}: {part}")
+        text = StringIO()
         try:
-            context.invoke(verify, url=part, threads=threads, semantic=semantic, as_json=output.json, quiet=output.quiet)
+            with redirect_stdout(text) if output.json else nullcontext():
+                context.invoke(verify, url=part, threads=threads, semantic=semantic, as_json=output.json, quiet=output.quiet)
         except Exit as end:
             code = code or end.exit_code
+        documents[name] = parse_json(text.getvalue() or "null")
+    if output.json:
+        output.document({"url": url, "ok": not code, "members": documents})
     context.exit(code)
 
 
@@ -122,11 +129,14 @@ def _print(url: str, report: VerifyReport, output: Output, part: tuple[int, int]
     verdict = style("ok", "green") if report.ok else style(units.plural(len(report.problems), "problem"), "red")
     if not report.ok:
         output.line(f"remedy: {remedy_of(url, report)}")
-    rate = units.size(report.bytes / max(report.seconds, 1e-9))
-    what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
+    what = "the index and the values are intact; there are no tensors" if report.ok else "no data was read"
+    if report.chunks:
+        what = f"{units.plural(report.files, 'file')}, {units.plural(report.chunks, 'chunk')}, {units.size(report.bytes)}"
+        rate = f" ({units.size(report.bytes / report.seconds)}/s)" if report.seconds >= _TIMED else ""
+        what += f" in {units.duration(report.seconds)}{rate}"
     if part is not None:
         verdict = f"part {part[0]} of {part[1]}: {verdict}"
-    output.line(f"{verdict}: {what} in {units.duration(report.seconds)} ({rate}/s)")
+    output.line(f"{verdict}: {what}")
     if report.undigested:
         output.line(f"{units.plural(report.undigested, 'chunk')} could be read but not checked: this format keeps no digests of them")
 
@@ -154,6 +164,8 @@ def _kinds(report: VerifyReport) -> set[str]:
     return {problem.kind for problem in report.problems}
 
 
+_TIMED = 0.1
+"""Seconds of work from which a rate says something."""
 DIFFERENT = 3
 
 

@@ -30,7 +30,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
-from ckpt.settings import __version__
+from ckpt.settings import __version__, check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 
@@ -320,6 +320,7 @@ def convert(
 
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
     """What the options ask for beside the tensors, once their memory and configuration are checked."""
+    check_flags(**{name: getattr(options, name) for name in ("optimizer", "overwrite", "verify", "repair", "require_config")})
     if not isinstance(options.memory, int):
         raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
     if options.memory < settings.LEAST_MEMORY:
@@ -341,6 +342,9 @@ def run(
 ) -> ConvertReport:
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
+    check_flags(dry_run=dry_run)
+    if not isinstance(part, tuple | DividedWork):
+        raise UsageError(f"part= is the number of this process and how many there are, not {part!r}", hint="part=(0, 4)")
     if not dry_run and not isinstance(part, tuple):
         plan, counts = write_divided(conversion, part, progress)
     else:

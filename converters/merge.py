@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -28,6 +28,7 @@ from ckpt.formats.registry import open_catalog
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import several
 from ckpt.runs.step_listing import list_steps
+from ckpt.settings import check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 
@@ -218,7 +219,7 @@ def checked_weights(weights: Sequence[float] | None, schedule: str | None, count
     if schedule is not None:
         raise UsageError("a schedule gives the weights itself", hint="give either weights or a schedule")
     given: object = weights
-    if isinstance(given, str):
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise UsageError(f"weights= are numbers, not {weights!r}", hint="weights=[0.25, 0.75]")
     if len(weights) != count:
         what = f"{units.plural(len(weights), 'weight')} for {units.plural(count, 'checkpoint')}"
@@ -298,14 +299,15 @@ def merge(
     """
     if isinstance(sources, str | os.PathLike):
         raise UsageError(f"sources is one URL, {url_text(sources)!r}", hint="give a list; `ckpt merge --last N` takes the newest of a run")
+    check_flags(any_sum=any_sum, allow_nan=allow_nan)
     began, url, urls = time.monotonic(), url_text(url), tuple(url_text(source) for source in sources)
     if len(urls) < 2:
         raise UsageError(
             f"an average is of at least two checkpoints, not {len(urls)}",
             hint="name more, or --last N for the newest of a run; `ckpt convert` writes a single one",
         )
-    if not 0 <= values_from < len(urls):
-        raise UsageError(f"values come from source {values_from}, of {len(urls)}", hint="count from 0")
+    if not isinstance(values_from, int) or not 0 <= values_from < len(urls):
+        raise UsageError(f"values_from={values_from!r}, of {len(urls)}", hint="count from 0")
     if schedule is not None:
         _check_order(urls)
     shares = checked_weights(weights, schedule, len(urls), any_sum=any_sum)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shutil
 import sys
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import hypothesis
@@ -39,6 +42,11 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Workers share the cores: a second thread of torch would take them from the others while it waits for work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# No test has the account's memory daemon: one that starts a daemon without a folder for it, or a thread that does when its test has ended,
+# finds this one, and the session ends it.
+NO_DAEMON = Path(tempfile.gettempdir()) / f"ckpt-tests-memory-{os.getpid()}"
+os.environ["CKPT_MEMORY_DIR"] = str(NO_DAEMON)
+
 older_torch.adapt()
 
 # No time limit per example: the machines that run this are shared. Few examples: each run draws others.
@@ -57,6 +65,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any(item.get_closest_marker("cuda") for item in items) and not _cuda():
         _skip(items, "cuda", "needs a GPU")
     scheduling.arrange(config, items)
+
+
+def pytest_sessionfinish() -> None:
+    if NO_DAEMON.exists():
+        from ckpt.errors import CkptError
+        from ckpt.nodes.memory import client
+
+        with suppress(CkptError):  # it may have ended
+            client.connect(start=False, folder=NO_DAEMON).stop()
+        shutil.rmtree(NO_DAEMON)
 
 
 def pytest_collection_finish() -> None:
@@ -103,3 +121,4 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("CKPT_", "FSSPEC_")) or name in {"NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}:
             monkeypatch.delenv(name)
+    monkeypatch.setenv("CKPT_MEMORY_DIR", str(NO_DAEMON))

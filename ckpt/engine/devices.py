@@ -13,15 +13,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from functools import cache, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ckpt.concurrency import Pending
 from ckpt.errors import CkptError, UsageError
+from ckpt.state import lazy
 from ckpt.state.tensors import LocalTensor
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("ckpt")
 
@@ -38,14 +41,14 @@ def settle_devices(devices: Collection[torch.device], url: str) -> None:
     """Wait for all that was queued on these GPUs, on any stream."""
     refuse_in_graph(devices, url)
     for device in devices:
-        torch.cuda.synchronize(device)
+        lazy.torch.cuda.synchronize(device)
 
 
 def refuse_in_graph(devices: Iterable[torch.device], url: str) -> None:
     """Raise UsageError if this thread captures a CUDA graph on one of the devices: what it does now is not done, only noted."""
     for device in devices:
-        with torch.cuda.device(device):
-            if torch.cuda.is_current_stream_capturing():
+        with lazy.torch.cuda.device(device):
+            if lazy.torch.cuda.is_current_stream_capturing():
                 hint = "save and load outside of `with torch.cuda.graph(...)`"
                 raise UsageError("a CUDA graph is being captured, and no save or load can be a part of it", where=url, hint=hint)
 
@@ -59,15 +62,15 @@ def pin(memory: torch.Tensor, device: torch.device) -> Callable[[], None]:
     address, nbytes = memory.data_ptr(), memory.numel() * memory.element_size()
 
     def register() -> int:
-        with torch.cuda.device(device):  # else a thread begins with a context on the first device
-            return int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+        with lazy.torch.cuda.device(device):  # else a thread begins with a context on the first device
+            return int(lazy.torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
 
     error = Pending(register, "ckpt-pin").result()
     if error:
         raise no_memory(nbytes, f"the CUDA runtime pins no more host memory (error {error})")
 
     def unregister() -> None:
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        lazy.torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
     return unregister
 
@@ -87,7 +90,7 @@ def pinned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     """Memory that a GPU copies from at full speed, of PyTorch's own pool; plain memory, which is slower, where that has none."""
     global _warned
     try:
-        memory: npt.NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        memory: npt.NDArray[np.uint8] = lazy.torch.empty(nbytes, dtype=lazy.torch.uint8, pin_memory=True).numpy()
         return memory
     except RuntimeError as err:
         if not _warned:
@@ -99,7 +102,7 @@ def pinned_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
 @cache
 def watch_graphs(wait: Callable[[], None]) -> None:
     """Call ``wait`` before a CUDA graph is replayed or captured. Once for the life of the process."""
-    waits_first(torch.cuda.CUDAGraph, ("replay", "capture_begin"), wait)
+    waits_first(lazy.torch.cuda.CUDAGraph, ("replay", "capture_begin"), wait)
 
 
 def waits_first(kind: type, methods: Iterable[str], wait: Callable[[], None]) -> None:

@@ -223,17 +223,16 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
-    import torch
-
     from ckpt import settings
     from ckpt.engine.load.reader import Reader, TensorLoad
     from ckpt.formats.native.catalog import replacement_noticed
     from ckpt.plan.ownership import TensorSpec
+    from ckpt.state import lazy
     from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
 
     with replacement_noticed(catalog):
         catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
-        memory = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
+        memory = lazy.torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
         info = TensorSpec(entry.name, entry.dtype, entry.shape, _one_rank(), entry.logical)
         target = LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name)
         Reader(catalog, threads=settings.threads(None)).load([TensorLoad(target, entry)])

@@ -31,8 +31,9 @@ from ckpt.plan import tree
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
+from ckpt.state import lazy
 from ckpt.state.collect import Collected
-from ckpt.state.tensors import RAW, LocalShard, LocalTensor
+from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.callbacks import Stall
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans, SpanTable
@@ -184,7 +185,7 @@ def replica_digests(prepared: PreparedImage, call: Call, threads: int) -> dict[s
         memory = torch.from_numpy(segment.data)
         parts = []
         for placed in boxes:
-            raw = memory[placed.start : placed.start + placed.nbytes].view(RAW[placed.tensor.dtype.itemsize])
+            raw = memory[placed.start : placed.start + placed.nbytes].view(lazy.RAW[placed.tensor.dtype.itemsize])
             parts.append(LocalShard(placed.box, raw.view(placed.box.shape)))
         return LocalTensor(boxes[0].tensor, parts, name)
 

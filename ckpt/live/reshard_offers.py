@@ -39,6 +39,7 @@ from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.net.shared_memory import machine
 from ckpt.plan import machines, tree
+from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Table, join_tables, split_tables, tables_from_bytes, tables_to_bytes
@@ -184,7 +185,7 @@ def offer(
         if rank not in meeting.old:
             return {"known": cache.key}
         if layout is not None:
-            layout.check_ranks(meeting.old)
+            check_layout(layout, meeting.old)
         with job.span("collect"):
             mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
         table = mine.shard_table

@@ -35,7 +35,9 @@ from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.channel import Row
 from ckpt.net.group import current_group
+from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
+from ckpt.settings import check_flags
 from ckpt.state.targets import Binding
 from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
@@ -176,6 +178,7 @@ def reshard(
     """
     base = current_group(process_group)
     wait_for_pending_save(base)
+    check_flags(strict=strict, cast=cast, check_replicas=check_replicas)
     options = LoadOptions(
         layout=new_layout,
         selection=Selection(only=globs_of_only(only), rename=rules_of_rename(rename)),
@@ -280,7 +283,7 @@ class _Reshard:
             if self.views is not None:
                 catalog = in_other_names(catalog, self.views, strict=options.strict)
             if options.layout is not None and self.group.rank in meeting.new:
-                options.layout.check_ranks(meeting.new)
+                check_layout(options.layout, meeting.new)
             matched = match(self.job, catalog, state, self.cache.new_shards, ranks=meeting.new, beside=beside, decide=decide)
         return matched, plans[0]
 

@@ -28,7 +28,7 @@ from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.group import current_group
 from ckpt.net.shared_memory import machine
-from ckpt.plan.layout.layout import Layout
+from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
@@ -121,7 +121,7 @@ class Source:
         self._check_replicas = check_replicas and base.size > 1
         self._group = base.apart()
         if layout is not None:
-            layout.check_ranks(base.ranks)
+            check_layout(layout, base.ranks)
         self._shards = ShardCache()
         self._pool = SegmentPool()
         self._image: ImagePlan | None = None

@@ -10,13 +10,14 @@ import logging
 import os
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
@@ -95,9 +96,7 @@ def warn_if_others_are_missing(group: Group) -> None:
     size = os.environ.get("WORLD_SIZE", "")
     if group.size > 1 or not size.isdecimal() or int(size) < 2 or "RANK" not in os.environ or _warned:
         return
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    if not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():
         _warned.append(size)
         log.warning(
             "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves alone, as if it were the only one", size
@@ -112,9 +111,16 @@ _alone = threading.local()
 
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized()):
+    dist: Any = sys.modules.get("torch.distributed")  # whoever uses it has imported it
+    in_use = getattr(dist, "is_initialized", bool)()
+    if process_group is not None and not (in_use and isinstance(process_group, dist.ProcessGroup)):
+        if in_use and process_group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group gives it to ranks outside
+            raise UsageError(f"rank {dist.get_rank()} is not in the process group")
+        raise UsageError(
+            f"process_group= is a group of ranks that torch.distributed knows, not {process_group!r}",
+            hint="process_group=dist.new_group(ranks), or mesh.get_group(), after init_process_group; None for all ranks",
+        )
+    if not in_use:
         if not hasattr(_alone, "group"):
             _alone.group = Group(0, (0,))
         alone: Group = _alone.group

@@ -8,11 +8,12 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, TypeAlias
 
 from ckpt.dtypes import DTYPES
 from ckpt.errors import FormatError
+from ckpt.needs import require_torch
 
 # What a node is, and how to look at one without reading its values. A *path* is the text that ``join`` makes of the keys on the way to a
 # value; it is also how tensors get their names.
@@ -22,6 +23,9 @@ Node: TypeAlias = Any
 
 REFERENCES = frozenset({"$tensor", "$inline", "$tensors", "$param_groups", "$per_rank"})
 """Kinds of node whose values are kept elsewhere or name tensors: ``leaf`` makes them, ``special`` reads them."""
+
+OF_TORCH = frozenset({"$size", "$dtype", "$device"})
+"""Kinds of node whose values are torch's."""
 
 SCALARS = frozenset((int, float, str, bool, type(None)))
 """Types of nodes that stand for themselves and have nothing below them. A state may have millions, so walks look for these first."""
@@ -103,16 +107,16 @@ def items_of(node: Node) -> list[Node] | None:
     return node["$tuple"] if tag_of(node) == "$tuple" else None
 
 
-def refers(node: Node) -> bool:
-    """Whether a node of a kind in ``REFERENCES`` lies in it."""
+def refers(node: Node, kinds: Set[str] = REFERENCES) -> bool:
+    """Whether a node of one of ``kinds`` lies in it."""
     if type(node) in SCALARS:
         return False
-    if tag_of(node) in REFERENCES:
+    if tag_of(node) in kinds:
         return True
     below = items_of(node)
     if below is None:
         below = [v for _, v in pairs_of(node) or ()]
-    return any(refers(n) for n in below if type(n) not in SCALARS)
+    return any(refers(n, kinds) for n in below if type(n) not in SCALARS)
 
 
 Special: TypeAlias = Callable[[str, Any], object]
@@ -153,6 +157,9 @@ class _Decoder:
             raise FormatError(f"{at(path)} is of unknown kind {tag!r}", hint=HINT)
         try:
             return read(payload)
+        except ModuleNotFoundError:
+            require_torch(at(path))
+            raise
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as e:
             raise _malformed(tag, path) from e
 

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from .both import KEEP_RULES, AnyOf, BothPolicy, EverySteps, from_json, parse_keep, to_json
 from .both import AnyOf as Any
-from .deadline import Before, machine_deadline
 from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Verdict, Verdicts, Within, retention
-from .paying import EveryBudget, EveryOptimal
+from .measured import Before, EveryBudget, EveryOptimal, machine_deadline
 from .save import Anchor, AtSteps, EveryMinutes, Moment, OnPreemption, SaveCost, SavePolicy, TrustFrozen
 
 __all__ = [

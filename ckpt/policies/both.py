@@ -11,9 +11,8 @@ from typing import Any, ClassVar, overload
 
 from ckpt.errors import UsageError
 
-from .deadline import Before
 from .keep import All, AnyKeep, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
-from .paying import EveryBudget, EveryOptimal
+from .measured import Before, EveryBudget, EveryOptimal
 from .save import AnySave, AtSteps, EveryMinutes, JoinedPolicy, Moment, OnPreemption, SavePolicy, check_whole, flat
 
 

@@ -28,15 +28,15 @@ from ckpt.net.group import Group, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
+from ckpt.policies.save import check_positive
 from ckpt.settings import text
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
-from .bases import Bases, run_options
 from .events import Alerts, Listener
-from .lineage import Lineage
+from .lineage import Bases, Lineage, run_options
 from .members import MemberChanges
 from .membership import Membership
 from .node_tier import Memory, NodeLocal
@@ -177,6 +177,7 @@ class Checkpointer:
         leads = self._group.rank == self._group.leader
         self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
         self._patience = self._timeout if publish_timeout is None else publish_timeout
+        check_positive(self._patience, "publish_timeout", zero=True)
         # Last: what is refused above leaves no handler of a signal behind, which would keep a notice from ending the process.
         self._schedule = SaveSchedule(save, self._group, self._timeout, signals)
 

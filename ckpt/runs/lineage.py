@@ -1,12 +1,21 @@
-"""What the saves of a job go on from: the branches that their records name (``formats.branches``). No torch."""
+"""What the saves of a job go on from: the branches that their records name (``formats.branches``), and the earlier save that each of them
+refers to."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from ckpt import units
+from ckpt.catalog import Catalog
+from ckpt.engine.save.base import SaveBase
+from ckpt.engine.save.options import SaveArguments, SaveOptions
+from ckpt.errors import UsageError
+from ckpt.formats.native.catalog import NativeCatalog
+from ckpt.formats.native.codecs import WITHOUT_ANCHOR, XOR_PLANES
 from ckpt.formats.native.commit import Branch, Branches, begun_last, new_id
+from ckpt.policies import Anchor, TrustFrozen
 
 from .step_listing import Step
 
@@ -66,3 +75,82 @@ class Lineage:
             self._branches = _forked(self._branches, max(n - 1, 0), self._look())
         self._last = n
         return self._branches
+
+
+# Which earlier save each save of a run refers to, and whether it may store differences from it.
+#
+#     reuse=True          1 ◄── 2 ◄── 3 ◄── 4         each refers to the one before, for what has not changed
+#     Anchor(every=3)     1 ◄── 2     4 ◄── 5         2 and 3 are differences from 1, 5 and 6 from 4; what has not changed
+#                         ▲     3     │     6         since 1 is referred to, by 4 too
+#                         └───────────┘
+#
+# All ranks count alike: they begin the same saves, and hear of each whether it went well. After one that did not, some may not have heard
+# yet, so the next one refers to nothing.
+
+
+@dataclass(eq=False)
+class Bases:
+    """The base of the next save. ``anchor``: None if saves store no differences."""
+
+    anchor: Anchor | None = None
+    base: SaveBase | None = None
+    """What the next save may refer to: the newest anchor, or else the last save that went well here, or what was restored."""
+    since: int = 0
+    """How many saves have followed the anchor ``base``."""
+    is_anchor: bool = True
+    """Whether the save that was begun last is one."""
+
+    def of(self, url: str, options: SaveOptions) -> SaveOptions:
+        """The options of the save that begins at ``url``."""
+        base = self.base if self.base is not None and self.base.url != url else None
+        self.is_anchor = self.anchor is None or base is None or self.since >= self.anchor.every - 1
+        if self.anchor is None or not self.is_anchor:
+            return replace(options, base=base)
+        # An anchor refers to the one before for what has not changed. All else is whole, so differences are one read away from it.
+        return replace(options, base=base, codec=WITHOUT_ANCHOR.get(options.codec or "", options.codec))
+
+    def restored(self, url: str | None, opened: Sequence[Catalog] = ()) -> None:
+        """A run goes on from ``url``; None: from elsewhere, or saves refer to nothing. ``opened``: what was read of it."""
+        catalog = next((c for c in opened if isinstance(c, NativeCatalog)), None)
+        id = None if catalog is None else catalog.record.id
+        self.base = None if url is None else SaveBase(url=url, id=id, required=False, catalog=catalog)
+        self.since = self.anchor.every if self.anchor is not None else 0  # what was restored may be a difference itself
+
+    def ended(self, saved: SaveBase | None) -> None:
+        """A save ended; None: it failed."""
+        if saved is None:
+            self.base, self.since = None, 0
+        elif self.is_anchor:
+            self.base, self.since = saved, 0
+        else:
+            self.since += 1
+
+
+def run_options(
+    arguments: SaveArguments, *, reuse: bool | TrustFrozen, anchor: Anchor | None, staging: int | None, root: str, tiers: bool
+) -> SaveOptions:
+    """The options of the saves of a run; ``tiers``: they are committed somewhere else first. UsageError if these do not go together."""
+    if reuse is not False or anchor is not None or arguments.get("codec") is not None:
+        arguments["codec"] = _codec(reuse, anchor, arguments.get("codec"))
+    reusable = bool(reuse) or anchor is not None
+    if reusable and tiers:
+        what = "anchor=" if anchor is not None else "reuse="
+        raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
+    options = SaveOptions.of(arguments, reusable=reusable, staging=staging)
+    return replace(options, trust=None if isinstance(reuse, bool) else reuse)
+
+
+def _codec(reuse: object, anchor: object, codec: str | None) -> str | None:
+    """The codec of a run's saves."""
+    if not isinstance(reuse, bool | TrustFrozen):
+        raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
+    if anchor is None:
+        if codec in WITHOUT_ANCHOR:
+            raise UsageError(f"codec={codec!r} needs anchors to store differences from", hint="anchor=ckpt.policies.Anchor(every=10)")
+        return codec
+    if not isinstance(anchor, Anchor):
+        raise UsageError(f"anchor= says which saves are anchors, not {anchor!r}", hint="anchor=ckpt.policies.Anchor(every=10)")
+    if codec not in (None, XOR_PLANES.name, WITHOUT_ANCHOR[XOR_PLANES.name]):
+        message = f"anchor= has a codec of its own, {XOR_PLANES.name!r}, so codec={codec!r} does not go with it"
+        raise UsageError(message, hint="leave codec= out")
+    return XOR_PLANES.name

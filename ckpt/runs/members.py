@@ -129,9 +129,9 @@ class Mark(NamedTuple):
         return cls(member, id, int(ranks), int(nbytes))
 
 
-def check_members(member: object, members: Iterable[object]) -> tuple[str, ...]:
+def check_members(member: object, members: object) -> tuple[str, ...]:
     """The names of all members, if they can be names."""
-    if isinstance(members, str):
+    if isinstance(members, str) or not isinstance(members, Iterable):
         raise UsageError(f"members= is a list of names, not {members!r}")
     names = tuple(members)
     if member is None or not names:

@@ -36,7 +36,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text import url_text
 
-UNFINISHED = "no commit record: the save did not finish, or is still going on"
+UNFINISHED = "the save failed, or still goes on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
 _LISTING_THREADS = 8

@@ -7,12 +7,10 @@ tensors are filled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
-
-import torch
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from ckpt.catalog import Catalog, job_tensors
 from ckpt.errors import MismatchError, StateError
@@ -22,6 +20,7 @@ from ckpt.plan.match import Selection, enclosing_module
 from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import Node
 
+from . import lazy
 from .bind_optimizers import OptimizerBinder
 from .fsdp1 import reshard
 from .modules import copies_of, frozen_beside, is_frozen, is_offloaded, tensors_of
@@ -29,10 +28,14 @@ from .named import NamedValues, is_named, merge, place, same_boxes
 from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
-from .subclasses import PLAIN, is_wrapper
+from .subclasses import is_wrapper
 from .targets import Binder, Binding, Setter, inline_only
 from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of, values_in
 from .zero import EngineState, partition_again, refresh
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
 
 # Finds under which names a checkpoint has the state of an optimizer's parameters, where these are not the state's own.
 #
@@ -86,7 +89,7 @@ def bind(
 ) -> Binding:
     """Walk a state and match it with a checkpoint. Changes nothing. ``shards`` is what an earlier walk found, if there was one."""
     seen = scan_state(state)
-    with torch.no_grad():
+    with lazy.torch.no_grad() if lazy.imported else nullcontext():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
         names = names_in(seen.modules)
         renames = optimizer_renames(seen.optimizers, names, catalog, selection)
@@ -117,20 +120,20 @@ class _BindWalk(Binder):
 
     def value(self, target: object, node: Node, path: str, put: Setter) -> None:
         """Bind one value of the state: recurse where live objects lie below it, replace it where not."""
-        if isinstance(target, torch.Tensor) and type(target) not in PLAIN and is_wrapper(target):
+        if isinstance(target, lazy.Tensor) and type(target) not in lazy.PLAIN and is_wrapper(target):
             self.wrapper(path, target, node)
-        elif isinstance(target, (torch.Tensor, Sharded)):  # a ShardedTensor too
+        elif isinstance(target, (lazy.Tensor, Sharded)):  # a ShardedTensor too
             self.tensor(path, target)
         elif isinstance(target, PerRank):
             self.per_rank(target, path)
         elif isinstance(target, Compound):
             self.compound(target, node, path)
-        elif isinstance(target, torch.nn.Module):
+        elif isinstance(target, lazy.Module):
             if id(target) in self.optimizers.names.engines:
                 self.compound(EngineState(target), node, path)
             else:
                 self.module(target, node, path)
-        elif isinstance(target, Optimizer):
+        elif isinstance(target, lazy.Optimizer):
             self.optimizers.bind(target, node, path)
         elif is_stateful(target):
             self.stateful(target, node, path)
@@ -164,7 +167,7 @@ class _BindWalk(Binder):
                 continue
             at = start + key if type(key) is str and key.isascii() else join(path, key)
             # First, and without a closure: there may be many thousand.
-            if type(value) in PLAIN or (isinstance(value, torch.Tensor) and not is_wrapper(value)):
+            if type(value) in lazy.PLAIN or (isinstance(value, lazy.Tensor) and not is_wrapper(value)):
                 tensor(at, value)
             else:
                 self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
@@ -269,7 +272,7 @@ class _BindWalk(Binder):
         for name, tensor in parts.tensors.items():
             if name in frozen:
                 self.left_alone(join(path, name), tensor)
-            elif type(tensor) not in PLAIN and is_wrapper(tensor):
+            elif type(tensor) not in lazy.PLAIN and is_wrapper(tensor):
                 self.wrapper(at := join(path, name), tensor, self.nodes.child(node, name, at))
             else:
                 self.tensor(join(path, name), tensor)
@@ -287,7 +290,7 @@ class _BindWalk(Binder):
         if owner is None or ": shape " not in text:
             return
         for method in ("_load_from_state_dict", "load_state_dict"):
-            if getattr(type(owner), method) is not getattr(torch.nn.Module, method):
+            if getattr(type(owner), method) is not getattr(lazy.Module, method):
                 self.binding.shapes[number] += f" ({type(owner).__name__} has a {method} of its own, which is not called)"
                 return
 
@@ -296,11 +299,11 @@ class _BindWalk(Binder):
         below = (f"{path}.{where}" for where, _ in tree.leaves(node)) if node is not tree.MISSING else ()
         if not self.selection.wants(path) and not any(map(self.selection.wants, below)):
             return
-        if isinstance(target, torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
+        if lazy.imported and isinstance(target, lazy.torch.amp.GradScaler) and target.is_enabled() and tree.pairs_of(node) == []:
             self.binding.misfits.append(f"{path}: of a GradScaler that was not enabled, enabled in the state (only= leaves it out)")
         template, before = state_of(target, path), len(self.binding.apply)
         self.decoded(node, path, target.load_state_dict, template=template)
-        tensors = _tensor_names(node) or any(isinstance(value, torch.Tensor) for _, value in values_in(template, ""))
+        tensors = _tensor_names(node) or any(isinstance(value, lazy.Tensor) for _, value in values_in(template, ""))
         if len(self.binding.apply) > before and not tensors:
             self.binding.objects.append(StatefulObject(path=path, target=target, take=self.binding.apply.pop(), old=template))
 
@@ -392,7 +395,7 @@ def _has_live(value: object) -> int:
             if type(child) not in tree.SCALARS and (most := max(most, _has_live(child))) == _LIVE:
                 break
         return most
-    live = isinstance(value, (torch.Tensor, Sharded, PerRank, Compound, torch.nn.Module, Optimizer))
+    live = isinstance(value, (lazy.Tensor, Sharded, PerRank, Compound, lazy.Module, lazy.Optimizer))
     return _LIVE if live or is_stateful(value) else _NAMED if is_named(value) else 0
 
 

@@ -7,10 +7,7 @@ import math
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
-
-import torch
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.catalog import TensorEntry
 from ckpt.errors import MismatchError
@@ -19,16 +16,21 @@ from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MISSING, Node
 from ckpt.plan.values import CLASS
 
+from . import lazy
 from .dtensor import is_dtensor
 from .fsdp1 import FlatPart
 from .modules import is_frozen
 from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers
 from .shard_table import StateOf
 from .sharded import Sharded
-from .subclasses import PLAIN, created, is_wrapper
+from .subclasses import created, is_wrapper
 from .targets import Binder, Setter, inline_only, real_device, real_like
 from .tensors import torch_dtype
 from .walk import StatefulObject
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
 
 # State that an optimizer keeps for a flat parameter of FSDP version 1: one tensor for all of its parameters, which are stored apart.
 
@@ -53,11 +55,11 @@ class FlatState:
         if self.now is not None and tuple(self.now.shape) != part.alike:
             number = self.now.detach().clone()
         elif self.now is None and entry is not None and entry.shape != part.shape and entry.numel == 1:
-            number = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu" if host else self.owner.device)
+            number = lazy.torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="cpu" if host else self.owner.device)
         else:
             if self.filled is None:
                 dtype = None if entry is None else torch_dtype(entry.dtype)
-                self.filled = torch.zeros(part.alike, dtype=dtype, device=self.owner.device) if self.now is None else self.now
+                self.filled = lazy.torch.zeros(part.alike, dtype=dtype, device=self.owner.device) if self.now is None else self.now
             return part.elements(self.filled)
         self.numbers.append((state_name, number))
         return part.number(number)
@@ -66,7 +68,7 @@ class FlatState:
         """Give the optimizer what was filled."""
         if self.numbers:
             (first, number), *others = self.numbers
-            other = next((name for name, value in others if not torch.equal(value, number)), None)
+            other = next((name for name, value in others if not lazy.torch.equal(value, number)), None)
             if other is not None:
                 raise MismatchError(
                     f"it is {number.item()} and {other} is {dict(others)[other].item()}, but FSDP's flat parameter has one for both",
@@ -207,11 +209,11 @@ class OptimizerBinder:
         if owner.part is not None and not owner.part.count:
             return  # ranks that have elements of it have its state
         now = owner.states.get(owner.param, {})
-        tensors = {key for key, old in now.items() if isinstance(old, torch.Tensor)}
+        tensors = {key for key, old in now.items() if isinstance(old, lazy.Tensor)}
         there = self.states_below(owner.prefix).get(owner.stored, {})
         stored = {key: node for key, node in tree.pairs_of(values) or () if isinstance(key, str)}
         wrapped = {key for key, child in stored.items() if type(child) is dict and CLASS in child}  # tensors made of others
-        wrapped |= {key for key in tensors if type(now[key]) not in PLAIN and is_wrapper(now[key])}
+        wrapped |= {key for key in tensors if type(now[key]) not in lazy.PLAIN and is_wrapper(now[key])}
         there = {key: entry for key, entry in there.items() if key.partition("#")[0] not in wrapped} if wrapped else there
         # Each key of a parameter's state is in up to three places: the live optimizer (``now``), the stored tensors
         # (``there``) and the stored plain values (``stored``). What decides:
@@ -261,7 +263,7 @@ class OptimizerBinder:
         else:
             shape = () if self.shard_table.layout is not None else entry.logical or entry.shape
             host = owner.host and math.prod(shape) == 1
-            new = torch.empty(shape, dtype=dtype, device="cpu" if host else real_device(owner.param))
+            new = lazy.torch.empty(shape, dtype=dtype, device="cpu" if host else real_device(owner.param))
         place = self.shard_table.add(owner.state_name(key), new, StateOf(owner.param, owner.name, owner.prefix))
         self.binder.target(owner.state_name(key), place)
         put = _state_setter(owner, key)

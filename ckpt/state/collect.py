@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
-
-import torch
-from torch.optim import Optimizer
 
 from ckpt.errors import CoverageError, StateError
 from ckpt.plan.layout.layout import Layout
@@ -21,6 +19,7 @@ from ckpt.plan.tree import encode, join, leaves
 from ckpt.plan.tree_decoding import Node, child_path, mapping_node, pairs_of, tag_of
 from ckpt.plan.values import REPLICA, StatePart
 
+from . import lazy
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
 from .modules import LEFT_OUT, ModuleTensors, PartTaker, added_by, copies_of, frozen_beside, is_frozen, tensors_of
@@ -28,10 +27,14 @@ from .named import NamedValues, is_main, is_named, place
 from .optimizers import ParamNames, check_keys, inline, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import Sharded
-from .subclasses import PLAIN, TENSORS, describe, is_wrapper
+from .subclasses import TENSORS, describe, is_wrapper
 from .tensors import LocalTensor
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
 from .zero import EngineState
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
 
 # What of a state changes only behind a fence (``engine.save.fence``), so that a save in the background may copy it later.
 #
@@ -51,7 +54,7 @@ class Fenced:
 
 def fencing(value: object) -> Sequence[Optimizer] | None:
     """The optimizers whose steps alone change the tensors of a value; None if something may change them that does not wait."""
-    optimizers = [value] if isinstance(value, Optimizer) else value.optimizers if isinstance(value, Fenced) else None
+    optimizers = [value] if isinstance(value, lazy.Optimizer) else value.optimizers if isinstance(value, Fenced) else None
     return optimizers if optimizers is not None and all(map(_waits, optimizers)) else None
 
 
@@ -60,7 +63,7 @@ def _waits(optimizer: Optimizer) -> bool:
     if getattr(optimizer.step, "hooked", False):
         return True
     inner = getattr(optimizer, "optimizer", None)  # accelerate's, for one, has the real one inside
-    return isinstance(inner, Optimizer) and _waits(inner)
+    return isinstance(inner, lazy.Optimizer) and _waits(inner)
 
 
 log = logging.getLogger("ckpt")
@@ -114,14 +117,13 @@ def collect(
 ) -> Collected:
     """Walk a state. No tensor is copied. ``shards`` is what the last walk found, if there was one; ``part`` what is wanted, if not all."""
     seen = scan_state(state)
-    with torch.no_grad():
+    with lazy.torch.no_grad() if lazy.imported else nullcontext():
         shard_table = ShardTable(rank, ranks, layout, seen.meshes, shards=shards or ShardCache())
         parts = dict[int, ModuleTensors]()
         collected = Collected(shard_table, names_in(seen.modules, parts))
         taker = None if part is None else PartTaker(part)
         walk = _CollectWalk(collected, shard_table, parts, taker)
-        kinds: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, *dtensor_types())
-        node = encode(state, "", walk.leaf, dict.fromkeys(kinds, walk.tensor))
+        node = encode(state, "", walk.leaf, dict.fromkeys((*lazy.PLAIN, *dtensor_types()), walk.tensor))
         if walk.named is not None:
             node = walk.with_named(node, walk.named)
         if taker is not None:
@@ -228,7 +230,7 @@ class _CollectWalk:
     named: NamedValues | None = None
 
     def leaf(self, value: object, path: str) -> Node:
-        if isinstance(value, (torch.Tensor, Sharded)):
+        if isinstance(value, (lazy.Tensor, Sharded)):
             return self.tensor(value, path)
         if isinstance(value, PerRank):
             if self.taker is not None and not self.taker.wants(path):
@@ -237,14 +239,14 @@ class _CollectWalk:
                 raise StateError("two PerRank values of the state have this path", where=path, hint="rename one of them")
             self.collected.own[path] = encode(value.saved(self.shard_table.rank, self.shard_table.ranks), path, self.own_leaf)
             return {"$per_rank": True}
-        if isinstance(value, torch.nn.Module):
+        if isinstance(value, lazy.Module):
             engine = id(value) in self.collected.params.engines
             return self.leaf(EngineState(value), path) if engine else self.module(value, path)
         before = len(self.shard_table.names)
         node: Node = None
         if isinstance(value, Compound):
             node = encode(value.parts(), path, self.leaf)
-        elif isinstance(value, Optimizer):
+        elif isinstance(value, lazy.Optimizer):
             node = self.optimizer(value, path)
         elif is_stateful(value):
             node = self.stateful(value, path)
@@ -270,7 +272,7 @@ class _CollectWalk:
     def tensor(self, tensor: Any, path: str) -> Node:
         if self.taker is not None and not self.taker.wants(path, tensor):
             return LEFT_OUT
-        if type(tensor) not in PLAIN and is_wrapper(tensor):
+        if type(tensor) not in lazy.PLAIN and is_wrapper(tensor):
             placed = self.shard_table.add_fields(path or _named(path), tensor)
             return {**describe(tensor, path), TENSORS: {field: {"$tensor": local.info.name} for field, local in placed.items()}}
         self.shard_table.add(path or _named(path), tensor)
@@ -281,7 +283,7 @@ class _CollectWalk:
 
     def inner_leaf(self, value: object, path: str) -> Node:
         """Inside of what has a ``state_dict``: only what ``load_state_dict`` can be given back."""
-        if isinstance(value, (PerRank, Compound, torch.nn.Module, Optimizer)) or (not isinstance(value, torch.Tensor) and is_named(value)):
+        if isinstance(value, (PerRank, Compound, lazy.Module, lazy.Optimizer)) or (not isinstance(value, lazy.Tensor) and is_named(value)):
             raise StateError(
                 f"a {type(value).__name__} inside of an object's state_dict could not be loaded again",
                 where=path,
@@ -311,15 +313,15 @@ class _CollectWalk:
 
     def object_leaf(self, value: object, path: str) -> Node:
         """Inside of an object that only this rank saves."""
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, lazy.Tensor):
             here = TensorLayout(Mesh.flat((self.shard_table.rank,)))
             return {"$tensor": self.shard_table.add(path, Sharded(value.detach(), tuple(value.shape), here)).info.name}
         return None
 
     def own_leaf(self, value: object, path: str) -> Node:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, lazy.Tensor):
             return {"$tensor": self.shard_table.add_own(_named(path), value).info.name}
-        if is_stateful(value) and not isinstance(value, (torch.nn.Module, Optimizer)):
+        if is_stateful(value) and not isinstance(value, (lazy.Module, lazy.Optimizer)):
             return encode(state_of(value, path), path, self.own_leaf)
         return None
 
@@ -339,15 +341,15 @@ class _CollectWalk:
             _warn_of_copies(module, parts, path, tensors)
         extra: list[tuple[str, Node]] = []
         for name, tensor in tensors.items():
-            if type(tensor) not in PLAIN and is_wrapper(tensor):
+            if type(tensor) not in lazy.PLAIN and is_wrapper(tensor):
                 stored = {local.info.name for local in shard_table.add_fields(join(path, name), tensor).values()}
                 extra.append((name, describe(tensor, join(path, name))))
             else:
                 stored = {shard_table.add(join(path, name), tensor).info.name}
             # Buffers, and embeddings with max_norm, whose rows that are looked up are scaled in the forward pass.
-            if not isinstance(tensor, torch.nn.Parameter) or getattr(parts.owners[name], "max_norm", None) is not None:
+            if not isinstance(tensor, lazy.Parameter) or getattr(parts.owners[name], "max_norm", None) is not None:
                 shard_table.forward_mutable |= stored
-            if isinstance(tensor, torch.nn.Parameter):
+            if isinstance(tensor, lazy.Parameter):
                 shard_table.optimizer_updated |= stored
                 if tensor.requires_grad:
                     shard_table.trainable |= stored
@@ -407,11 +409,11 @@ class _CollectWalk:
             state_name = f"{param.prefix}.{param.name}.{key}"
             if not every_key and self.taker is not None and not self.taker.wants(state_name):
                 continue
-            if isinstance(value, torch.Tensor) and type(value) not in PLAIN and is_wrapper(value):
+            if isinstance(value, lazy.Tensor) and type(value) not in lazy.PLAIN and is_wrapper(value):
                 placed = self.shard_table.add_fields(state_name, value, param).values()
                 self.shard_table.optimizer_updated.update(local.info.name for local in placed)
                 rest[key] = describe(value, state_name)
-            elif isinstance(value, torch.Tensor):
+            elif isinstance(value, lazy.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add(state_name, value, param).info.name)
             else:
                 rest[key] = encode(value, state_name, self.leaf)
@@ -424,7 +426,7 @@ class _CollectWalk:
             at = f"{state_name}.{key}"
             if not every_key and self.taker is not None and not self.taker.wants(at):
                 continue
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, lazy.Tensor):
                 self.shard_table.optimizer_updated.add(self.shard_table.add(at, part.state(value, at)).info.name)
             else:
                 rest[key] = encode(value, at, self.leaf)

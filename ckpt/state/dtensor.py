@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from ckpt.errors import LayoutError, MismatchError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
@@ -19,7 +17,10 @@ from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.tree_decoding import Node
 
+from . import lazy
+
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
@@ -76,7 +77,7 @@ def widened(layout: TensorLayout, meshes: Sequence[Mesh], rank: int) -> TensorLa
 # Ranks that differ in the mesh dimensions ``over`` have states that differ; they are numbered by these dimensions, row-major. Ranks of one
 # number are replicas of each other. So tensor-parallel ranks share what is distinct over ``"dp"``.
 
-MeshLike: TypeAlias = Layout | Mesh | DeviceMesh | Mapping[str, int]
+MeshLike: TypeAlias = "Layout | Mesh | DeviceMesh | Mapping[str, int]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +131,7 @@ class StateSharding:
             raise UsageError(f"mesh and {argument} go together", hint=f'mesh={{"dp": 4, "tp": 2}}, {argument}="dp"; or neither of the two')
         self.mesh = None
         if mesh is not None:
-            self.mesh = mesh_of(mesh) if isinstance(mesh, DeviceMesh) else mesh.mesh if isinstance(mesh, Layout) else Mesh.of(mesh)
+            self.mesh = mesh_of(mesh) if isinstance(mesh, lazy.DeviceMesh) else mesh.mesh if isinstance(mesh, Layout) else Mesh.of(mesh)
         self.over = () if over is None else (over,) if isinstance(over, str) else tuple(over)
         if self.mesh is not None:
             for name in self.over:

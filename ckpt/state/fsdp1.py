@@ -8,13 +8,11 @@ difference is an error. Source: ``torch.distributed.fsdp._flat_param``, ``_Shard
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.mesh import Mesh
@@ -23,6 +21,10 @@ from ckpt.plan.layout.tensor_layout import TensorLayout
 
 from .dtensor import mesh_of
 from .sharded import Sharded
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"
 SHARD, COPIES = "shard", "copies"
@@ -138,7 +140,7 @@ def _starts(flat: Any) -> list[int]:
 
 
 def _part(handle: Any, mesh: Mesh, local: torch.Tensor, shape: tuple[int, ...], start: int, owner: torch.Tensor) -> FlatPart:
-    flat, numel = handle.flat_param, torch.Size(shape).numel()
+    flat, numel = handle.flat_param, math.prod(shape)
     alone = owner is not flat
     if not handle.uses_sharded_strategy:
         memory = local.view(-1).narrow(0, start, numel).view(shape)

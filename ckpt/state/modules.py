@@ -5,18 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ckpt.errors import StateError
 from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
 from ckpt.plan.values import LABEL, StatePart
 
+from . import lazy
 from .fsdp1 import FSDP1, FlatPart, flat_parts, own_tensors
 from .tensors import local_of
 from .walk import values_in
 from .zero import zero_parts
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """Attribute names that torch.compile, activation checkpointing and FSDP1 put into parameter names."""
@@ -36,7 +39,7 @@ class ModuleTensors:
     def add(self, name: str, attribute: str, value: object, owner: nn.Module) -> None:
         """What ``owner`` has in its ``state_dict`` under ``attribute``."""
         self.owners[name] = owner
-        if isinstance(value, torch.Tensor) and attribute != "_extra_state":
+        if isinstance(value, lazy.Tensor) and attribute != "_extra_state":
             self.tensors[name] = value
         else:
             self.extra[name] = value
@@ -45,9 +48,9 @@ class ModuleTensors:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, torch.compile and the like, in whatever order they wrap it."""
     while True:
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(module, (lazy.torch.nn.parallel.DistributedDataParallel, lazy.torch.nn.DataParallel)):
             module = module.module
-        elif isinstance(inner := module._modules.get("_orig_mod"), nn.Module):
+        elif isinstance(inner := module._modules.get("_orig_mod"), lazy.Module):
             module = inner
         else:
             return module
@@ -98,7 +101,7 @@ def _of_flat(module: nn.Module, flat: Mapping[tuple[int, str], FlatPart]) -> Mod
 
 def added_by(module: nn.Module, parts: ModuleTensors) -> list[str]:
     """Names of tensors that the module's ``state_dict`` has beside parameters and buffers."""
-    plain = {name: t for name, t in parts.tensors.items() if not isinstance(t, nn.Parameter)}
+    plain = {name: t for name, t in parts.tensors.items() if not isinstance(t, lazy.Parameter)}
     own = {id(t) for t in (*module.parameters(), *module.buffers())} if plain else ()
     return [name for name, t in plain.items() if id(t) not in own]
 
@@ -147,7 +150,7 @@ LEFT_OUT: Mapping[str, bool] = {_LEFT: True}
 def is_frozen(value: object) -> bool:
     """Whether training does not change a tensor: a parameter without ``requires_grad``."""
     owner = value.owner if isinstance(value, FlatPart) else value
-    return isinstance(owner, torch.nn.Parameter) and not owner.requires_grad
+    return isinstance(owner, lazy.Parameter) and not owner.requires_grad
 
 
 class PartTaker:
@@ -170,7 +173,7 @@ class PartTaker:
     def meet(self, value: object) -> None:
         """Note that the part has a tensor, or the state of an optimizer for it."""
         owner = value.owner if isinstance(value, FlatPart) else value
-        self.trains = self.trains or (isinstance(owner, torch.Tensor) and owner.requires_grad)
+        self.trains = self.trains or (isinstance(owner, lazy.Tensor) and owner.requires_grad)
 
     def wants_some(self, path: str, state: object) -> bool:
         """Whether the part has an object: it is selected itself, or something in its ``state_dict`` is."""

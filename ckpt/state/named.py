@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import torch
-
 from ckpt.errors import StateError
 from ckpt.plan.layout.geometry import flat_to_boxes
 
+from . import lazy
 from .sharded import Part, Sharded, of_boxes
 
 _LOCAL = "LocalNonpersistentObject"
@@ -87,7 +86,7 @@ def place(name: str, values: Sequence[Any], rank: int, *, main: bool = False) ->
     """The place of the boxes that this rank has of one tensor; or only of those that it saves."""
     shape, parts = tuple(values[0].global_shape), list[Part]()
     for value in values:
-        if not isinstance(value.data, torch.Tensor) or value.data.is_meta:
+        if not isinstance(value.data, lazy.Tensor) or value.data.is_meta:
             text = f"the {type(value).__name__} has no data"
             raise StateError(text, where=f"tensor {name}", hint="give it a tensor first: value.init_data(device)")
         if (value.data.dtype, tuple(value.global_shape)) != (values[0].data.dtype, shape):
@@ -135,5 +134,5 @@ def merge(factory: Any, built: Any) -> None:
     """Bring what was loaded into the tensor that a factory has made copies of; views of it have it already."""
     own = factory.data.untyped_storage().data_ptr()
     if any(box.data.untyped_storage().data_ptr() != own for box in _named_in(built) if hasattr(box, "local_shape")):
-        with torch.no_grad():
+        with lazy.torch.no_grad():
             factory.data.copy_(factory.merge_fn(plain(built)))

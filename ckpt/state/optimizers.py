@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import MismatchError, StateError
 from ckpt.plan.tree_decoding import Node
 
+from . import lazy
 from .fsdp1 import FlatPart
 from .modules import ModuleTensors, tensors_of
 from .zero import is_of_deepspeed, module_of, owners_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
 
 _HINT = (
     'put the engine itself into the state ({"engine": engine}), or save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and '
@@ -100,7 +102,7 @@ def check_keys(optimizer: Optimizer, names: ParamNames, path: str) -> None:
     params = {id(p) for group in given for p in group}
     for owner, state in optimizer.state.items():
         if id(owner) not in params and state:
-            what = f"a parameter of shape {tuple(owner.shape)}" if isinstance(owner, torch.Tensor) else repr(owner)
+            what = f"a parameter of shape {tuple(owner.shape)}" if isinstance(owner, lazy.Tensor) else repr(owner)
             hint = "keep it in a group's options or in a parameter's state, or put it into the state beside the optimizer"
             raise StateError(f"the optimizer has state for {what}, which is in none of its groups", where=path, hint=hint)
         wrong = [key for key in state if not isinstance(key, str) or not key or "." in key or key.startswith("$")]
@@ -111,7 +113,7 @@ def check_keys(optimizer: Optimizer, names: ParamNames, path: str) -> None:
 
 def inline(value: object, path: str) -> Node:
     """The node of a small tensor that is kept in the JSON, such as a learning rate that is a tensor."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, lazy.Tensor):
         return None
     if value.numel() > 64:
         raise StateError(f"a tensor of {value.numel()} elements among the options", where=path, hint="options may have at most 64")
@@ -127,8 +129,8 @@ def decode_inline(payload: Any) -> torch.Tensor:
 
     name, shape, raw = payload
     data = bytearray(b64decode(raw))
-    dtype = getattr(torch, name)
-    return (torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)).reshape(shape)
+    dtype = getattr(lazy.torch, name)
+    return (lazy.torch.frombuffer(data, dtype=lazy.torch.uint8).view(dtype) if data else lazy.torch.empty(0, dtype=dtype)).reshape(shape)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -150,9 +152,9 @@ def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Put loaded options into a group; a learning rate that is a tensor keeps its identity, for compiled and captured steps."""
     for key, value in options.items():
         old = group.get(key)
-        if isinstance(old, torch.Tensor):
+        if isinstance(old, lazy.Tensor):
             try:
-                old.detach().copy_(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
+                old.detach().copy_(value if isinstance(value, lazy.Tensor) else lazy.torch.as_tensor(value))
             except (TypeError, ValueError, RuntimeError) as err:
                 raise MismatchError(
                     f"the option {key!r} of the optimizer is a tensor in the state, and {value!r:.80} in the checkpoint",
@@ -166,9 +168,9 @@ def settle_numbers(optimizer: Optimizer, group: Mapping[str, Any]) -> None:
     """Move single numbers of the state to where the group's options want them: a fused step needs them on the device."""
     for param in group["params"]:
         state = optimizer.state.get(param, {})
-        device = torch.device("cpu") if on_host(group) else param.device
+        device = lazy.torch.device("cpu") if on_host(group) else param.device
         step = state.get("step")
-        if isinstance(step, torch.Tensor) and step.numel() == 1 and "cuda" in (step.device.type, device.type) and step.device != device:
+        if isinstance(step, lazy.Tensor) and step.numel() == 1 and "cuda" in (step.device.type, device.type) and step.device != device:
             state["step"] = step.to(device)
 
 

@@ -26,8 +26,6 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.layout import Layout, ResolvedShard
@@ -35,10 +33,11 @@ from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
+from . import lazy
 from .dtensor import is_dtensor, widened
 from .optimizers import refuse_partitioned
 from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor
-from .subclasses import PLAIN, inner_layouts, wrapper_of
+from .subclasses import inner_layouts, wrapper_of
 from .tensors import (
     LocalShard,
     LocalTensor,
@@ -53,6 +52,7 @@ from .tensors import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.tensor import DTensor
 
 
@@ -85,11 +85,11 @@ class ShardCache:
 def key_of(tensor: torch.Tensor) -> Hashable:
     """What the place of a tensor depends on; None for classes that are not plain. It knows objects by their ids: see ``alive_of``."""
     kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind is lazy.Tensor or kind is lazy.Parameter:
         return None if tensor.is_nested else (kind, tensor.dtype, tensor.shape, tensor.layout)
     if is_dtensor(tensor):
         spec, local = getattr(tensor, "_spec", None), getattr(tensor, "_local_tensor", None)
-        if spec is not None and type(local) is torch.Tensor:
+        if spec is not None and type(local) is lazy.Tensor:
             return kind, tensor.dtype, tensor.shape, local.shape, local.layout, id(spec.mesh), id(spec.placements)
     return None
 
@@ -187,7 +187,7 @@ class ShardTable:
             return self._add_sharded(state_name, from_sharded_tensor(tensor, state_name))
         known = self.shards.known.get(state_name)
         if known is not None and known.key == key:
-            memory: torch.Tensor = tensor if type(tensor) in PLAIN or not is_dtensor(tensor) else tensor._local_tensor
+            memory: torch.Tensor = tensor if type(tensor) in lazy.PLAIN or not is_dtensor(tensor) else tensor._local_tensor
             memory = memory.detach() if memory.requires_grad else memory
             return self._register(LocalTensor(known.info, [LocalShard(known.box, memory)], state_name), tensor, memory)
         local = self._place(state_name, tensor) if param is None else self._place_state(state_name, tensor, param)

@@ -8,9 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box
@@ -18,8 +16,12 @@ from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Boxes, Shard, StatedBoxes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 
+from . import lazy
 from .dtensor import is_dtensor, mesh_of
 from .tensors import STATED_FIELDS, holder_of
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(eq=False, slots=True)
@@ -62,12 +64,12 @@ def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
         boxes = tuple(tuple((tuple(s.shard_offsets), tuple(s.shard_sizes)) for s in shards if s.placement.rank() == rank) for rank in ranks)
         layout = TensorLayout(Mesh(("shard",), (len(ranks),), tuple(ranks)), (Boxes("shard", boxes),))
         blocks = tuple(mine[offset] for offset, _ in boxes[tensor._process_group.rank()])
-        return Sharded(blocks[0] if blocks else torch.empty(0, dtype=tensor.dtype), shape, layout, blocks)
+        return Sharded(blocks[0] if blocks else lazy.torch.empty(0, dtype=tensor.dtype), shape, layout, blocks)
     dim = cut[0] if cut else 0
     rest = [rank for rank in ranks if rank not in holders]
     sizes = (*(int(s.shard_sizes[dim]) for s in shards), *(0 for _ in rest))
     layout = TensorLayout(Mesh(("shard",), (len(ranks),), (*holders, *rest)), (Shard(dim, "shard", sizes),))
-    nothing = torch.empty([0 if d == dim else n for d, n in enumerate(shape)], dtype=tensor.dtype)
+    nothing = lazy.torch.empty([0 if d == dim else n for d, n in enumerate(shape)], dtype=tensor.dtype)
     return Sharded(next(iter(mine.values()), nothing), shape, layout)
 
 
@@ -80,9 +82,8 @@ def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:
 # Such a rank knows its own boxes alone. Its layout lists these; the leader joins those of all ranks (``tensor_layout.joined_layout``).
 # Ranks along the dimensions over which a DTensor is replicated are known to have the same.
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _OVER, _COPIES = "stated", "copies"
-Part: TypeAlias = tuple[tuple[Any, Any], torch.Tensor]
+Part: TypeAlias = "tuple[tuple[Any, Any], torch.Tensor]"
 """Offset and sizes of a box, and its memory."""
 
 
@@ -126,7 +127,7 @@ def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: in
 
 
 def _example(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return lazy.torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
 def _by_fields(local: Any) -> tuple[tuple[int, ...], list[Part]]:
@@ -149,7 +150,7 @@ def _by_chunks(tensor: torch.Tensor, local: Any, name: str) -> tuple[tuple[int, 
 
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__()]
     shape = tuple(tensor.shape) if is_dtensor(tensor) else _size_in_items(local, name)
-    if len(boxes) == 1 and type(local) in _PLAIN and tuple(local.shape) == boxes[0][1]:
+    if len(boxes) == 1 and type(local) in lazy.PLAIN and tuple(local.shape) == boxes[0][1]:
         return shape, [(boxes[0], local.detach())]
     if boxes and not hasattr(local, "__get_tensor_shard__"):
         return shape, [((None, None), local)] if len(boxes) > 1 else [(boxes[0], local.detach())]

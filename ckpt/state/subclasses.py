@@ -14,8 +14,6 @@ from dataclasses import fields, is_dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan import tree
 from ckpt.plan.layout.placements import Shard
@@ -23,13 +21,13 @@ from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.tree_decoding import Node
 from ckpt.plan.values import CLASS
 
+from . import lazy
 from .dtensor import is_dtensor
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.tensor import DTensor
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-"""Classes of nearly all tensors of a state: no function needs to be asked about these."""
 TENSORS = "tensors"
 """The key of a description for the stored inner tensors, where the state does not have them by their names."""
 
@@ -38,7 +36,7 @@ def is_wrapper(tensor: object) -> bool:
     """Whether a tensor, or the local one of a DTensor, is made of other tensors."""
     local = tensor._local_tensor if is_dtensor(tensor) else tensor
     kind = type(local)
-    if kind in PLAIN or not isinstance(local, torch.Tensor) or not hasattr(kind, "__tensor_flatten__"):
+    if kind in lazy.PLAIN or not isinstance(local, lazy.Tensor) or not hasattr(kind, "__tensor_flatten__"):
         return False
     return not (is_dtensor(local) or local.is_nested or kind.__name__ == "AsyncCollectiveTensor")
 
@@ -68,7 +66,7 @@ def dequantized(tensor: torch.Tensor, path: str) -> torch.Tensor:
     except Exception as err:
         text = f"the dequantize() of a {_name(type(wrapper))} fails: {type(err).__name__}: {err}"
         raise StateError(text, where=f"tensor {path}", hint="leave it out, or have a plain tensor in its place") from err
-    if type(plain) is not torch.Tensor or plain.shape != wrapper.shape:
+    if type(plain) is not lazy.Tensor or plain.shape != wrapper.shape:
         text = f"the dequantize() of a {_name(type(wrapper))} gives a {type(plain).__qualname__} of another kind or shape"
         raise StateError(text, where=f"tensor {path}", hint="leave it out, or have a plain tensor in its place")
     plain = plain.to(wrapper.dtype)
@@ -142,10 +140,10 @@ def _context_node(context: Any, old: Sequence[int], new: Sequence[int], path: st
 
 def _reshaped(context: Any, old: Sequence[int], new: Sequence[int]) -> Any:
     """A context with the shape ``new`` wherever it has ``old``. A device is of its kind: each rank has its own."""
-    if type(context) is torch.Size:
-        return torch.Size(new) if context == torch.Size(old) else context
-    if type(context) is torch.device:
-        return torch.device(context.type)
+    if type(context) is lazy.torch.Size:
+        return lazy.torch.Size(new) if context == lazy.torch.Size(old) else context
+    if type(context) is lazy.torch.device:
+        return lazy.torch.device(context.type)
     if type(context) is dict:
         return {key: _reshaped(value, old, new) for key, value in context.items()}
     if type(context) in (list, tuple):
@@ -228,8 +226,8 @@ def rebuilt(node: Mapping[str, Any], inner: Mapping[str, torch.Tensor], shape: S
         below = {name.partition("#")[2]: tensor for name, tensor in inner.items() if name.partition("#")[0] == field}
         given[field] = rebuilt(inside, below, shape if inside["shape"] == node["shape"] else inside["shape"], f"{path}#{field}")
     context = _reshaped(tree.decode(node["context"], _no_reference), node["shape"], shape)
-    stride = torch.empty(tuple(shape), device="meta").stride()
-    made: torch.Tensor = kind.__tensor_unflatten__(given, context, torch.Size(shape), stride)
+    stride = lazy.torch.empty(tuple(shape), device="meta").stride()
+    made: torch.Tensor = kind.__tensor_unflatten__(given, context, lazy.torch.Size(shape), stride)
     if tuple(made.shape) != tuple(shape) or str(made.dtype) != f"torch.{node['dtype']}":
         text = f"{node[CLASS]} makes a {made.dtype} of shape {tuple(made.shape)} of what was a {node['dtype']} of shape {tuple(shape)}"
         raise StateError(text, where=path, hint="use the version of the class that saved it")
@@ -244,7 +242,7 @@ def created(
     """A tensor as a description says, with memory for its inner tensors, of which global shapes and dtypes are given. It lies as ``like``
     does."""
     at = "meta" if is_dtensor(like) else device
-    empty = {field: torch.empty(tuple(shape), dtype=dtype, device=at) for field, (shape, dtype) in fields.items()}
+    empty = {field: lazy.torch.empty(tuple(shape), dtype=dtype, device=at) for field, (shape, dtype) in fields.items()}
     full = rebuilt(node, empty, node["shape"], path)
     if not is_dtensor(like):
         return full
@@ -257,7 +255,7 @@ def created(
             part = part if size == full.shape[dim] else part.narrow(dim, 0, size)
     except Exception as err:
         raise _uncut(path, full, f"cannot be sliced ({type(err).__name__}: {err})") from err
-    inner = {f: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for f, tensor in inner_tensors(part).items()}
+    inner = {f: lazy.torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for f, tensor in inner_tensors(part).items()}
     local = rebuilt(node, inner, shape, path)
     return _around(local, like)
 
@@ -274,7 +272,7 @@ def _loaded_class(name: str, path: str) -> Any:
         kind: Any = sys.modules.get(".".join(parts[:number]))
         for attribute in parts[number:] if kind is not None else ():
             kind = getattr(kind, attribute, None)
-        if isinstance(kind, type) and issubclass(kind, torch.Tensor) and hasattr(kind, "__tensor_unflatten__"):
+        if isinstance(kind, type) and issubclass(kind, lazy.Tensor) and hasattr(kind, "__tensor_unflatten__"):
             return kind
     hint = "import the package that defines it, in the version that saved it, before the load"
     raise StateError(f"no module of this program has the tensor class {name}", where=path, hint=hint)

@@ -8,26 +8,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.errors import CorruptError, FormatError, MismatchError, StateError
+from ckpt.needs import require_torch
 from ckpt.plan import tree
 from ckpt.plan.match import Selection, misfit
-from ckpt.plan.tree_decoding import MISSING, Node
+from ckpt.plan.tree_decoding import MISSING, OF_TORCH, Node
 from ckpt.plan.values import CLASS, Nodes, made_of_others
 
+from . import lazy
 from .dtensor import is_dtensor
 from .modules import is_frozen
 from .optimizers import decode_inline
 from .shard_table import ShardTable, StateOf
 from .sharded import Sharded, is_sharded_tensor
-from .subclasses import PLAIN, TENSORS, difference, is_description, is_wrapper, rebuilt
+from .subclasses import TENSORS, difference, is_description, is_wrapper, rebuilt
 from .tensors import LocalShard, LocalTensor, raw_view, states_boxes, torch_dtype
 from .walk import StatefulObject, like, values_in
+
+if TYPE_CHECKING:
+    import torch
 
 # Targets of a load that share some of their elements without being tied: what is written later overwrites what came before.
 #
@@ -228,12 +232,12 @@ class Binder:
 
         def put() -> None:
             before = [(other, [part.memory.detach().clone() for part in other.parts]) for other in earlier]
-            with torch.no_grad():
+            with lazy.torch.no_grad():
                 for part, fresh in zip(local.parts, beside.parts, strict=True):
                     part.memory.copy_(fresh.memory)
             for other, values in before:
                 for part, value in zip(other.parts, values, strict=True):
-                    if not torch.equal(raw_view(part.memory.detach().contiguous()), raw_view(value.contiguous())):
+                    if not lazy.torch.equal(raw_view(part.memory.detach().contiguous()), raw_view(value.contiguous())):
                         raise MismatchError(
                             "the two share elements in the state, for which the checkpoint has different values",
                             where=f"tensor {name} and {other.state_name}",
@@ -251,6 +255,8 @@ class Binder:
             stored = "a PerRank" if tree.tag_of(node) == "$per_rank" else "tensors"
             self.binding.misfits.append(f"{path}: {stored} in the checkpoint, a plain value in the state")
             return
+        if not lazy.imported:
+            check_torch(node, path)
         self.binding.apply.append(lambda: put(tree.decode(node, inline_only)))
 
     def tensor(self, state_name: str, tensor: torch.Tensor | Sharded) -> None:
@@ -262,7 +268,7 @@ class Binder:
             return
         local = self.shard_table.add(state_name, tensor)
         self.target(state_name, local)
-        if isinstance(tensor, torch.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
+        if isinstance(tensor, lazy.Tensor) and not is_sharded_tensor(tensor) and tensor.is_meta:
             self._meta.append((local, tensor))
 
     def wrapper(self, state_name: str, tensor: torch.Tensor, node: Node, param: StateOf | None = None) -> None:
@@ -306,7 +312,7 @@ class Binder:
 
     def left_alone(self, state_name: str, tensor: torch.Tensor | Sharded) -> None:
         """A tensor of the state that keeps its values, whether the checkpoint has some or not."""
-        if type(tensor) not in PLAIN and is_wrapper(tensor):
+        if type(tensor) not in lazy.PLAIN and is_wrapper(tensor):
             self.binding.used.update(entry.name for entry in self.fields_of(state_name).values())
             self.binding.values.append(state_name)
             return
@@ -349,7 +355,7 @@ class Binder:
         beside = self.beside(name, local, entry)
 
         def check() -> None:
-            if not all(torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
+            if not all(lazy.torch.equal(raw_view(a.memory), raw_view(b.memory)) for a, b in zip(local.parts, beside.parts, strict=True)):
                 raise MismatchError(
                     "the state ties this tensor to another one, but the checkpoint has different values for the two",
                     where=f"tensor {name} and {first}",
@@ -372,13 +378,13 @@ class Binder:
         if tensor.device.type != "meta":
             return  # tied: done under another name
         real = real_like(tensor, tensor.dtype)
-        if isinstance(tensor, torch.nn.Parameter):
-            real = torch.nn.Parameter(real, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, lazy.Parameter):
+            real = lazy.Parameter(real, requires_grad=tensor.requires_grad)
         real.__dict__.update(tensor.__dict__)  # swapped too
         if is_dtensor(real) and is_dtensor(tensor):  # boxes that the local tensor states
             real._local_tensor.__dict__.update(tensor._local_tensor.__dict__)
         try:
-            torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
+            lazy.torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
         except RuntimeError as err:
             hint = "module.to_empty(device=...) before the load"
             raise StateError(f"a meta tensor cannot be given memory: {err}", where=f"tensor {local.state_name}", hint=hint) from err
@@ -395,12 +401,14 @@ class Binder:
             self.binding.misfits.append(f"{path}: {_OF_KIND[min(foreign)]} in the checkpoint, an object with a state_dict in the state")
             return
         fresh: dict[str, torch.Tensor] = {}
-        likes = {at: value for at, value in values_in(template, path) if isinstance(value, torch.Tensor)}
+        likes = {at: value for at, value in values_in(template, path) if isinstance(value, lazy.Tensor)}
         if any(made_of_others(node)):
             node = self.joined(node, path, likes, fresh, device)
         for where, leaf in tree.leaves(node):
             if isinstance(leaf, dict) and "$tensor" in leaf and leaf["$tensor"] not in fresh:
                 self.fresh(leaf["$tensor"], likes.get(f"{path}.{where}"), fresh, device)
+        if not lazy.imported:
+            check_torch(node, path)
         self.binding.values.append(path)
 
         def special(kind: str, payload: Any) -> object:
@@ -434,7 +442,7 @@ class Binder:
         name = self.selection.renamed(stored)
         entry = self.referred(stored)
         if now is not None and (is_dtensor(now) or self.shard_table.layout is not None):
-            new = torch.empty_like(now)
+            new = lazy.torch.empty_like(now)
         else:
             new = self.room_for(entry, device if now is None else real_device(now))
         fresh[stored] = new
@@ -454,8 +462,10 @@ class Binder:
 
     def room_for(self, entry: TensorEntry, device: str | torch.device = "cpu") -> torch.Tensor:
         """Memory for a whole stored tensor, once it is known that all its bytes are there: an index may claim any size."""
+        if not lazy.imported:
+            require_torch(f"the tensor {entry.name} of the checkpoint")
         self.catalog.extents(entry, range(len(entry.grid)))
-        return torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=device)
+        return lazy.torch.empty(entry.logical or entry.shape, dtype=torch_dtype(entry.dtype), device=device)
 
 
 _OF_KIND = {"$tensors": "a module", "$param_groups": "an optimizer", "$per_rank": "a PerRank"}
@@ -472,8 +482,14 @@ def real_device(tensor: torch.Tensor) -> str | torch.device:
 
 def real_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # Zeros where a tensor states its boxes: what lies between them is in no checkpoint, and an optimizer steps it all the same.
-    make = torch.zeros_like if states_boxes(tensor) else torch.empty_like
+    make = lazy.torch.zeros_like if states_boxes(tensor) else lazy.torch.empty_like
     return make(tensor.detach(), dtype=dtype, device=real_device(tensor))
+
+
+def check_torch(node: Node, path: str) -> None:
+    """Refuse values that only torch can make, in a process that has none: before anything changes."""
+    if tree.refers(node, OF_TORCH):
+        require_torch(f"{path} of the checkpoint")
 
 
 def inline_only(kind: str, payload: Any) -> object:

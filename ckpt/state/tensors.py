@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box
@@ -18,17 +16,16 @@ from ckpt.plan.layout.placements import split_from_dtensor
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
+from . import lazy
 from .dtensor import is_dtensor, mesh_of, widened
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.tensor import DTensor
 
 
 # Bytes of tensors: views where the memory is contiguous and on the host, copies elsewhere. The element order is row-major, the
 # byte order little-endian.
-
-RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""A dtype of each item size that every operation supports: bytes are moved as these, so exotic dtypes need no kernels."""
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -47,12 +44,12 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def _bytes_view(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     # Not by ``reshape``: that keeps whatever stride a single element has.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+    return tensor.as_strided((tensor.numel(),), (1,)).view(lazy.torch.uint8).numpy().data
 
 
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, shape and strides under a plain dtype of the same item size. Not for views that conjugate or negate."""
-    return tensor.view(RAW[tensor.element_size()])
+    return tensor.view(lazy.RAW[tensor.element_size()])
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview | None:
@@ -74,7 +71,7 @@ STATED_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes
 def states_boxes(tensor: torch.Tensor) -> bool:
     """Whether a tensor states its boxes (``sharded.py``). Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
     kind = type(tensor)
-    local = tensor if kind is torch.Tensor or kind is torch.nn.Parameter else holder_of(tensor)  # first: a state has very many of these
+    local = tensor if kind is lazy.Tensor or kind is lazy.Parameter else holder_of(tensor)  # first: a state has very many of these
     has_fields = hasattr(local, STATED_FIELDS[0]) and all(hasattr(local, name) for name in STATED_FIELDS)
     return has_fields or hasattr(local, "__create_chunk_list__")
 
@@ -125,7 +122,7 @@ class LocalTensor:
         (_, first), *more = pieces = self.pieces(box)
         if not more:
             return first
-        gathered = torch.empty(box.shape, dtype=first.dtype, device=first.device)
+        gathered = lazy.torch.empty(box.shape, dtype=first.dtype, device=first.device)
         for common, part in pieces:
             target = gathered[common.relative_to(box.offset).slices]
             _ = target.copy_(part) if reads_otherwise(part) else raw_view(target).copy_(raw_view(part))
@@ -134,10 +131,10 @@ class LocalTensor:
 
 def dtype_of(tensor: torch.Tensor, name: str) -> DType:
     """The table's row for a tensor's dtype."""
-    if torch.nn.parameter.is_lazy(tensor):
+    if lazy.torch.nn.parameter.is_lazy(tensor):
         raise StateError("the parameter of a lazy module has no shape yet", where=f"tensor {name}", hint="run a forward pass first")
     kind = type(local_of(tensor))
-    if tensor.is_nested or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if tensor.is_nested or kind.__torch_dispatch__ is not lazy.Tensor.__torch_dispatch__:
         if tensor.is_nested:
             raise StateError("a nested tensor cannot be stored", where=f"tensor {name}", hint="store its values and offsets")
         hint = "leave it out (only=, or trainable=True where it is frozen), or have a plain tensor in its place"
@@ -145,7 +142,7 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
             hint = "its inner tensors are stored where the state itself has it, not in PerRank and not among an optimizer's options"
         raise StateError(f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None or tensor.layout is not torch.strided:
+    if dtype is None or tensor.layout is not lazy.torch.strided:
         raise StateError(
             f"a tensor of dtype {tensor.dtype} and memory layout {tensor.layout} cannot be stored",
             where=f"tensor {name}",
@@ -155,8 +152,8 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    kind = getattr(torch, dtype.name, None)
-    if not isinstance(kind, torch.dtype):
+    kind = getattr(lazy.torch, dtype.name, None)
+    if not isinstance(kind, lazy.torch.dtype):
         raise StateError(f"this version of torch has no dtype {dtype.name}", hint="load it with a newer torch")
     return kind
 
@@ -183,8 +180,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's memory of a tensor, without autograd."""
     local = tensor
     if is_dtensor(tensor):
-        if torch.is_grad_enabled():
-            with torch.no_grad():  # with autograd, to_local records a node
+        if lazy.torch.is_grad_enabled():
+            with lazy.torch.no_grad():  # with autograd, to_local records a node
                 local = tensor.to_local()
         else:
             local = tensor.to_local()

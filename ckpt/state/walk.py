@@ -10,22 +10,22 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from typing import TYPE_CHECKING, Any
 
 from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.tree import join
 from ckpt.plan.tree_decoding import MAX_DEPTH, SCALARS, Node
 
+from . import lazy
 from .dtensor import dtensor_types, in_order, is_dtensor
-from .subclasses import PLAIN
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
 _CONTAINERS = (dict, list, tuple)
-_TELLING = (*_CONTAINERS, nn.Module, Optimizer)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +60,8 @@ def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes
         raise StateError(f"{_shown(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
     values = value.values() if isinstance(value, dict) else value
     with_mesh = dtensor_types()
-    telling = {kind for kind in {*map(type, values)} if issubclass(kind, (*_TELLING, *with_mesh))}
+    known = (*_CONTAINERS, lazy.Module, lazy.Optimizer, *with_mesh)
+    telling = {kind for kind in {*map(type, values)} if issubclass(kind, known)}
     if not telling:
         return
     inside = around | {id(value)}
@@ -68,10 +69,10 @@ def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes
         if type(child) not in telling:
             continue
         tensors: Iterable[object] = ()
-        if isinstance(child, nn.Module):
+        if isinstance(child, lazy.Module):
             tensors = (*child.parameters(), *child.buffers()) if with_mesh else ()
             scan.modules.append((join(path, key), child))
-        elif isinstance(child, Optimizer):
+        elif isinstance(child, lazy.Optimizer):
             scan.optimizers.append((join(path, key), child))
             tensors = (param for group in child.param_groups for param in group["params"]) if with_mesh else ()
         elif isinstance(child, _CONTAINERS):
@@ -79,7 +80,7 @@ def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes
         else:
             tensors = (child,)
         for tensor in tensors:
-            if type(tensor) not in PLAIN and is_dtensor(tensor):
+            if type(tensor) not in lazy.PLAIN and is_dtensor(tensor):
                 meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
 
 

@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
-
-import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from ckpt.errors import StateError
 from ckpt.needs import warn_if_untried
@@ -23,8 +19,14 @@ from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Flat, Sizes, window_sizes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 
+from . import lazy
 from .fsdp1 import SHARD, FlatPart
 from .walk import Compound
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
 
 TRIED = "0.19"
 _STAGES = {"DeepSpeedZeroOptimizer": 2, "DeepSpeedZeroOptimizer_Stage3": 3, "BF16_Optimizer": 1}
@@ -46,7 +48,7 @@ class EngineState(Compound):
         parts: dict[str, Any] = {"module": self.engine.module}
         optimizer = self.engine.optimizer
         base = optimizer.optimizer if type(optimizer).__name__ in _STAGES else optimizer
-        if isinstance(base, Optimizer):
+        if isinstance(base, lazy.Optimizer):
             parts["optimizer"] = base
         if self.engine.lr_scheduler is not None:
             parts["lr_scheduler"] = self.engine.lr_scheduler
@@ -138,7 +140,7 @@ def _parts(zero: Any) -> Iterator[tuple[torch.Tensor, FlatPart]]:
         ranks = _ranks(zero.real_dp_process_group[number])
         ends = itertools.accumulate((p.numel() for p in params), initial=0)
         offsets = getattr(zero, "round_robin_bit16_offsets", [[]])
-        begins = ranks.index(torch.distributed.get_rank()) * flat.numel()
+        begins = ranks.index(lazy.torch.distributed.get_rank()) * flat.numel()
         for param, offset in zip(params, offsets[number] if any(offsets) else ends, strict=False):
             sizes = window_sizes(flat.numel(), offset, param.numel(), len(ranks))
             part = _part(flat, flat, tuple(param.shape), ranks, sizes, max(offset - begins, 0))
@@ -150,7 +152,7 @@ def _parts(zero: Any) -> Iterator[tuple[torch.Tensor, FlatPart]]:
 
 
 def _part(flat: torch.Tensor, owner: torch.Tensor, shape: tuple[int, ...], ranks: Sequence[int], sizes: Sizes, start: int) -> FlatPart:
-    size = sizes[ranks.index(torch.distributed.get_rank())]
+    size = sizes[ranks.index(lazy.torch.distributed.get_rank())]
     start = start if size else 0
     layout = TensorLayout(Mesh((SHARD,), (len(ranks),), tuple(ranks)), (Flat(SHARD, sizes),))
     memory = flat.detach().narrow(0, start, size)
@@ -158,7 +160,7 @@ def _part(flat: torch.Tensor, owner: torch.Tensor, shape: tuple[int, ...], ranks
 
 
 def _ranks(group: Any) -> list[int]:
-    return torch.distributed.get_process_group_ranks(group)
+    return lazy.torch.distributed.get_process_group_ranks(group)
 
 
 def partition_again(module: nn.Module) -> None:

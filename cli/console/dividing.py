@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt.errors import CkptError, RankFailedError, UsageError
+from ckpt.needs import require_torch
 
 from .interrupts import INTERRUPTED
-from .output import Command, OneOf, Output, ParamType, require_torch
+from .output import Command, OneOf, Output, ParamType
 
 if TYPE_CHECKING:
     from ckpt.net.divided_work import DividedWork, TaskPart

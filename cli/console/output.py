@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from importlib.util import find_spec
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -22,7 +21,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ckpt import units
-from ckpt.errors import StorageError, UsageError
+from ckpt.errors import StorageError
 from ckpt.text import did_you_mean, printable, printable_json
 
 # Text for a terminal: styles that only this program can give, and everything else made printable.
@@ -397,12 +396,6 @@ class GroupedCommand(click.Command):
         for title, records in [*sections.items(), ("General", general)]:
             with formatter.section(title):
                 formatter.write_dl(records)
-
-
-def require_torch(command: str) -> None:
-    """Check that PyTorch is installed, before the command begins anything."""
-    if find_spec("torch") is None:
-        raise UsageError(f"{command} needs PyTorch, which is not installed", hint="pip install torch")
 
 
 # Names beside a URL where nothing is.

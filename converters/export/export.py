@@ -26,10 +26,11 @@ from ckpt.net.channel import Row
 from ckpt.net.group import current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
-from ckpt.plan.layout.layout import Layout
+from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
+from ckpt.settings import check_flags
 from ckpt.state.collect import collect
 from ckpt.state.modules import tensors_of
 from ckpt.state.subclasses import dequantized, is_wrapper
@@ -89,8 +90,6 @@ class Export:
         options.check()
         if not isinstance(state, Mapping) and not hasattr(state, "state_dict"):
             raise UsageError(f"an export takes a module, or a state that contains it, not {type(state).__name__}", where=call.url)
-        if layout is not None:
-            layout.check_ranks(call.group.ranks)
         scheme_of(call.url)
         root, name = parent_and_name(call.url) if TARGET.one_file(call.url) else (call.url, None)
         named = state if isinstance(state, dict) else {"model": state}
@@ -334,6 +333,9 @@ def export(
     group = current_group(process_group)
     with group.fails_together("export", url):
         wait_for_pending_save(group)
+        check_flags(overwrite=overwrite, dequantize=dequantize)
+        if layout is not None:
+            check_layout(layout, group.ranks)
         seconds, workers = settings.timeout(timeout), settings.threads(threads)
     return _run(group.call("export", url, seconds), options, config, state, layout, workers)
 

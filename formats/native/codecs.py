@@ -438,9 +438,9 @@ def is_known(codec: str) -> bool:
     return codec in CODECS
 
 
-def check_choice(codec: str | None) -> None:
+def check_choice(codec: object) -> None:
     """Raise UsageError unless saves can use this codec."""
-    if codec is not None and codec not in CODECS and not is_known(codec):
+    if codec is not None and not (isinstance(codec, str) and (codec in CODECS or is_known(codec))):
         choices = "; ".join([*(f"{known.name!r}: {known.doc}" for known in CODECS.values()), *map(repr, plugin_names(_GROUP))])
         raise UsageError(f"codec must be one of {', '.join(CODECS)} or None, not {codec!r}", hint=choices)
 

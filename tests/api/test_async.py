@@ -415,7 +415,7 @@ def test_a_small_staging_budget_gives_the_same_bytes(url: str, capture: Any, cod
 
 def test_a_staging_budget_that_is_too_small_is_refused(url: str) -> None:
     state = {"a": torch.ones(BIG)}
-    with pytest.raises(UsageError, match=r"staging budget of 8192 bytes is too small: this state needs at least \d+"):
+    with pytest.raises(UsageError, match=r"staging_bytes=8192 is too small: this state needs at least \d+"):
         ckpt.save_async(url, state, staging_bytes=8192)
     with pytest.raises(UsageError, match="positive"):
         ckpt.save_async(url, state, staging_bytes=0)

@@ -333,7 +333,7 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
     ("options", "text"),
     [
         ({"capture": "egaer"}, "capture is 'lazy' or 'eager', not 'egaer'"),
-        ({"staging_bytes": 0}, "staging_bytes must be a positive number, not 0"),
+        ({"staging_bytes": 0}, "staging_bytes must be a positive whole number, not 0"),
         ({"layout": "tp"}, "layout must be a ckpt.Layout, not str"),
         ({"layout": ckpt.Layout({"tp": 2}, rules=[("*", ckpt.Replicate())])}, "is for 2 ranks"),
         ({"codec": "gzip"}, "gzip"),

@@ -6,6 +6,7 @@ import ast
 import builtins
 import inspect
 import json
+import operator
 import pickle
 import re
 import subprocess
@@ -105,6 +106,33 @@ def test_options_are_by_name_only() -> None:
     for function in (ckpt.save, ckpt.load):
         kinds = [p.kind for p in inspect.signature(function).parameters.values()]
         assert kinds[:2] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2 and set(kinds[2:]) == {inspect.Parameter.KEYWORD_ONLY}
+
+
+WRONG = {
+    "save": {"process_group": "dp", "codec": ["zstd"], "base": 3, "threads": 2.5, "timeout": "60"},
+    "load": {"process_group": 3, "sources": 3, "threads": 2.5},
+    "save_async": {"staging_bytes": "1 GiB", "process_group": "dp"},
+    "Checkpointer": {"publish_timeout": "60", "members": 3, "staging_bytes": 2.5},
+    "verify": {"threads": -1},
+    "copy": {"threads": -1, "dry_run": 1, "compare": "yes"},
+    "convert": {"part": 3, "optimizer": "no", "overwrite": 1, "dry_run": 1},
+    "merge": {"any_sum": 1, "allow_nan": 1, "values_from": "a", "weights": 3},
+    "export": {"overwrite": 1, "dequantize": 1, "layout": 3, "process_group": "dp"},
+    "live.reshard": {"strict": 1, "cast": 1, "check_replicas": 1, "new_layout": 3},
+    "live.Source": {"layout": 3},
+}
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, argument) for name, given in WRONG.items() for argument in given])
+def test_a_value_of_the_wrong_kind_is_an_error_that_names_the_argument(url: str, name: str, argument: str) -> None:
+    state, step = {"w": 1}, f"{url}/a/step-1"
+    ckpt.save(step, state)
+    given = {"Checkpointer": [f"{url}/a"], "verify": [step], "merge": [f"{url}/m", [step, step]], "live.reshard": [state, dict(state)]}
+    of_two = {"copy": [step, f"{url}/b"], "convert": [step, f"{url}/b"], "live.Source": ["tcp://127.0.0.1:0/a", state]}
+    options = {"convert": {"to": "torch"}}.get(name, {}) | {argument: WRONG[name][argument]}
+    with pytest.raises(errors.UsageError) as caught:
+        operator.attrgetter(name)(ckpt)(*(given | of_two).get(name, [step, state]), **options)
+    assert argument.removeprefix("new_") in caught.value.message
 
 
 def test_reports_list_their_fields_in_their_docstrings() -> None:

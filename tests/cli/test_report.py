@@ -91,4 +91,4 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_run_beside_another(saved: Path, tmp_path: Path) -> None:
     result = report(tmp_path, saved, "-o", tmp_path / "r.html")
     assert result.exit_code == 2
-    assert "this is a run" in result.stderr and str(saved) in result.stderr
+    assert "a run and a checkpoint" in result.stderr and str(saved) in result.stderr

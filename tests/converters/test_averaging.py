@@ -241,7 +241,7 @@ def test_the_newest_steps_of_a_run(tmp_path: Path) -> None:
         ({"weights": (float("nan"), 0.5, 0.5)}, "finite"),
         ({"weights": WEIGHTS, "schedule": "sqrt"}, "a schedule gives the weights itself"),
         ({"schedule": "sqare"}, "no schedule 'sqare'"),
-        ({"values_from": 3}, "source 3, of 3"),
+        ({"values_from": 3}, "values_from=3, of 3"),
         ({"to": "megatron"}, "."),
         ({"memory": 1000}, "too few"),
     ],

@@ -335,7 +335,7 @@ def too_small(url: str) -> list[str]:
 
 def test_a_staging_budget_that_is_too_small_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
     for first, second, third in ranks.run(2, too_small, str(tmp_path / "a")):
-        assert first.startswith("UsageError: a staging budget of 8192") and second.startswith("UsageError") and third == "nothing"
+        assert first.startswith("UsageError: staging_bytes=8192") and second.startswith("UsageError") and third == "nothing"
 
 
 # --------------------------------------------------------------------------------------------------------- many saves

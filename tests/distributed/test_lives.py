@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ckpt.errors import NamesError, RankFailedError, UsageError
 from ckpt.io_backends.posix.writer import PosixWriter
 from ckpt.net import group
 from ckpt.net.channel import ControlChannel
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, at_once
 
 
 def _two_lives(root: str) -> list[str]:
@@ -67,10 +68,6 @@ def _slow_decision(root: str) -> str:
     return "saved"
 
 
-def test_a_leader_that_decides_slowly_lives(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, _slow_decision, str(tmp_path)) == ["saved", "saved"]
-
-
 def _slow_flush(root: str) -> str:
     from ckpt.engine.save import writer as writing
 
@@ -82,8 +79,11 @@ def _slow_flush(root: str) -> str:
     return "saved"
 
 
-def test_a_slow_flush_of_many_bytes_is_no_death(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks.run(2, _slow_flush, str(tmp_path)) == ["saved", "saved"]
+def test_neither_a_leader_that_decides_slowly_nor_a_slow_flush_of_many_bytes_is_a_death(ranks: Ranks, tmp_path: Path) -> None:
+    def check(name: str, save: Callable[[str], str]) -> None:
+        assert ranks.run(2, save, str(tmp_path / name)) == ["saved", "saved"], name
+
+    at_once(check, [("decision", _slow_decision), ("flush", _slow_flush)])
 
 
 def _leader_ends_at_once(root: str, kind: str) -> str:

@@ -21,7 +21,7 @@ from ckpt.engine.verify.verify import verify
 from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps, Latest, OnPreemption
-from ckpt.runs import tiers
+from ckpt.runs import tier_chain
 from tests.distributed.ranks import Lost, Ranks
 
 
@@ -139,7 +139,7 @@ def test_the_root_is_away_for_one_rank_for_a_while(ranks: Ranks, tmp_path: Path,
 
 def not_shared(folder: str, first: str) -> str:
     """Each rank has a directory of its own, as on nodes with a disk each."""
-    tiers.LOOK = 0.5
+    tier_chain.LOOK = 0.5
     c = ckpt.Checkpointer(f"{folder}/root", local=f"{folder}/local-{dist.get_rank()}", timeout=20)
     call = partial(c.restore, state_of(0)) if first == "restore" else partial(c.save, 1, state_of(1))
     with pytest.raises(UsageError, match=r"not the same directory on all ranks: rank 1") as raised:

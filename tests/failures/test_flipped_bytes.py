@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.failures.damage import Copy, header
 from tests.failures.states import blank, number_of, state, stored
 
 STEP = 7
-"""Bytes of indices and chunks are tried at this distance; all of the commit record and of headers."""
+"""Bytes of indices and chunks are tried at this distance; all of the commit record and of the text of headers."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
     return Copy.of(directory, "inprocess://flipped")
 
 
-def flipped(copy: Copy, path: str, numbers: range) -> Iterator[int]:
+def flipped(copy: Copy, path: str, numbers: Iterable[int]) -> Iterator[int]:
     """Each byte in turn, with one bit flipped while the caller has it."""
     chance = random.Random(path)
     for at in numbers:
@@ -36,7 +36,7 @@ def flipped(copy: Copy, path: str, numbers: range) -> Iterator[int]:
     copy.put(path, copy.files[path])
 
 
-def undetected(copy: Copy, path: str, numbers: range, load: Callable[[str], object]) -> list[int]:
+def undetected(copy: Copy, path: str, numbers: Iterable[int], load: Callable[[str], object]) -> list[int]:
     """Bytes whose change did not make the load raise one of our errors that names the file and has a hint."""
     found = []
     for at in flipped(copy, path, numbers):
@@ -71,10 +71,13 @@ def test_every_byte_of_an_index_file_counts(copy: Copy) -> None:
         assert undetected(copy, path, range(0, len(data), STEP), load) == [], path
 
 
-def test_every_byte_of_a_header_and_of_the_chunks_counts(copy: Copy) -> None:
+@pytest.mark.parametrize("every", [8 * STEP, pytest.param(1, marks=pytest.mark.slow)])
+def test_every_byte_of_a_header_and_of_the_chunks_counts(copy: Copy, every: int) -> None:
+    """``every``: of the spaces behind a header, which are thousands, this one."""
     (path,) = (path for path in copy.files if path.startswith("data/"))
     _, start = header(copy.files[path])
-    assert undetected(copy, path, range(start), load) == []
+    text = len(copy.files[path][:start].rstrip(b" "))
+    assert text < start and undetected(copy, path, [*range(text), *range(text, start, every), start - 1], load) == []
     assert undetected(copy, path, range(start, len(copy.files[path]), STEP), load) == []
     assert stored(copy.url) == 1
 

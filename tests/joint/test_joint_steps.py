@@ -458,8 +458,10 @@ def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path
     assert restored(members(copied)) == [2] * 3
     data = next(Path(copied, "buffer", "step-00000002", "data").iterdir())
     data.write_bytes(data.read_bytes()[:-1] + b"x")
-    verified = ckpt_command("verify", f"{copied}/step-00000002")
-    assert verified.exit_code == 20 and "buffer" in verified.stdout
+    verified = ckpt_command("verify", f"{copied}/step-00000002", "--json")
+    found = json.loads(verified.stdout)
+    assert (verified.exit_code, found["ok"]) == (20, False)
+    assert {name: one["ok"] for name, one in found["members"].items()} == {name: name != "buffer" for name in NAMES}
 
     assert ckpt_command("rm", one, "--yes").exit_code == 0
     assert ckpt_command("gc", root, "--keep", "latest=1", "--yes").exit_code == 0

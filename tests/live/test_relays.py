@@ -22,6 +22,7 @@ from ckpt.plan.layout.placements import Boxes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.transfers import RequestList
 from ckpt.state.sharded import Sharded
+from tests.distributed.ranks import at_once
 
 TIMEOUT = 20.0
 ROWS = 4096
@@ -171,29 +172,31 @@ def test_who_waits_for_a_piece_gets_it_when_it_comes_and_hears_when_it_will_not(
         version.ready(other, 0, TIMEOUT)
 
 
-@pytest.mark.parametrize("switch", ["double", "in-place"])
-def test_a_relay_stands_in_for_a_rank_of_the_source_that_is_gone_and_the_source_for_a_relay(switch: Any) -> None:
-    state: dict[str, Any] = {"t": values(1), "n": 1}
-    into, late = empty(), empty()
-    with (
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-        Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as gone,
-        Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as relay,
-        Sink(source.address, into, switch=switch, timeout=TIMEOUT) as leaf,
-        Sink(source.address, late, switch=switch, timeout=TIMEOUT) as last,
-    ):
-        source.publish(1).result()
-        gone.take()
-        relay.take()
-        assert gone._relay is not None and source._server is not None
-        gone._relay.close()  # its leader still tells the source that it is there
-        leaf.take()
-        assert torch.equal(into["t"], values(1)) and leaf.report is not None
-        assert len(leaf.report.lost_relays) == 1 and not leaf.report.lost and relayed_bytes(leaf) > 0
-        source._server.close()
-        last.take()
-        assert torch.equal(late["t"], values(1)) and last.report is not None
-        assert list(last.report.lost) == [0] and relayed_bytes(last) == values(1).nbytes
+def test_a_relay_stands_in_for_a_rank_of_the_source_that_is_gone_and_the_source_for_a_relay() -> None:
+    def check(switch: Any) -> None:
+        state: dict[str, Any] = {"t": values(1), "n": 1}
+        into, late = empty(), empty()
+        with (
+            Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
+            Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as gone,
+            Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as relay,
+            Sink(source.address, into, switch=switch, timeout=TIMEOUT) as leaf,
+            Sink(source.address, late, switch=switch, timeout=TIMEOUT) as last,
+        ):
+            source.publish(1).result()
+            gone.take()
+            relay.take()
+            assert gone._relay is not None and source._server is not None
+            gone._relay.close()  # its leader still tells the source that it is there
+            leaf.take()
+            assert torch.equal(into["t"], values(1)) and leaf.report is not None
+            assert len(leaf.report.lost_relays) == 1 and not leaf.report.lost and relayed_bytes(leaf) > 0
+            source._server.close()
+            last.take()
+            assert torch.equal(late["t"], values(1)) and last.report is not None
+            assert list(last.report.lost) == [0] and relayed_bytes(last) == values(1).nbytes
+
+    at_once(check, [("double",), ("in-place",)])
 
 
 def test_relays_of_a_source_with_delta_pass_on_what_changes_made() -> None:

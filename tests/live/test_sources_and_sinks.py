@@ -27,7 +27,7 @@ from ckpt.live.control import new_secret
 from ckpt.live.offered import SourceConnection
 from ckpt.live.take import Puller
 from ckpt.training import Generators
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, at_once
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
 from tests.ports import free_ports
 
@@ -567,41 +567,45 @@ def test_an_engine_that_polls_and_is_closed_has_left() -> None:
             until(lambda: source.report().sinks[-1].state == "left")
 
 
-@pytest.mark.parametrize("secret", ["s", None])
-def test_an_engine_that_starts_before_its_trainer_waits_for_it(secret: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_starts_before_its_trainer_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For as long as it was told to, and not where the trainer was there before: that one has ended. ``None``: the trainer leaves a secret
     of its own in a file, another one each time, and that of a trainer that was killed may be there still."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    address = f"tcp://127.0.0.1:{free_ports(1)[0]}/a"
-    into = {"t": torch.zeros(3)}
-    began, started = time.monotonic(), list[Source]()
-    with Sink(address, into, secret=secret, relay=True, timeout=TIMEOUT) as sink:
-        with pytest.raises(CkptError, match="no secret is known" if secret is None else "cannot be reached"):
-            sink.take(timeout=1.5)
-        assert time.monotonic() - began >= 1.5
-        if secret is None:
-            new_secret(address)
 
-        def start(step: int) -> None:
-            time.sleep(1.5)  # by then, a connection that was refused was given up before
-            started.append(Source(address, {"t": torch.full((3,), float(step))}, secret=secret, timeout=TIMEOUT))
-            started[-1].publish(step).result()
+    def check(secret: str | None, port: int) -> None:
+        address = f"tcp://127.0.0.1:{port}/a"
+        into = {"t": torch.zeros(3)}
+        began, started = time.monotonic(), list[Source]()
+        with Sink(address, into, secret=secret, relay=True, timeout=TIMEOUT) as sink:
+            with pytest.raises(CkptError, match="no secret is known" if secret is None else "cannot be reached"):
+                sink.take(timeout=1.5)
+            assert time.monotonic() - began >= 1.5
+            if secret is None:
+                new_secret(address)
 
-        trainer = threading.Thread(target=start, args=(1,))
-        trainer.start()
-        assert sink.take(timeout=60).step == 1
-        trainer.join()
-        started[0].close()
-        began = time.monotonic()
-        with pytest.raises(CkptError):
-            sink.take(timeout=300)
-        assert time.monotonic() - began < 60
-        start(2)
-        assert sink.take(timeout=60).step == 2 and into["t"].tolist() == [2, 2, 2]
-        if secret is None:
-            with Sink(address, {"t": torch.zeros(3)}, relay=True, timeout=TIMEOUT) as other:  # also by way of the first
-                assert other.take(timeout=60).step == 2
-        started[1].close()
-    elsewhere = Sink("tcp://192.0.2.1:1/a", into, timeout=TIMEOUT)  # of another machine: no secret will come here
+            def start(step: int) -> None:
+                time.sleep(1.5)  # by then, a connection that was refused was given up before
+                started.append(Source(address, {"t": torch.full((3,), float(step))}, secret=secret, timeout=TIMEOUT))
+                started[-1].publish(step).result()
+
+            trainer = threading.Thread(target=start, args=(1,))
+            trainer.start()
+            assert sink.take(timeout=60).step == 1
+            trainer.join()
+            started[0].close()
+            began = time.monotonic()
+            with pytest.raises(CkptError):
+                sink.take(timeout=300)
+            assert time.monotonic() - began < 60
+            start(2)
+            assert sink.take(timeout=60).step == 2 and into["t"].tolist() == [2, 2, 2]
+            if secret is None:
+                with Sink(address, {"t": torch.zeros(3)}, relay=True, timeout=TIMEOUT) as other:  # also by way of the first
+                    assert other.take(timeout=60).step == 2
+            started[1].close()
+
+    at_once(check, zip(("s", None), free_ports(2), strict=True))
+    # of another machine: no secret will come here
+    elsewhere = Sink("tcp://192.0.2.1:1/a", {"t": torch.zeros(3)}, timeout=TIMEOUT)
     with pytest.raises(AccessError, match="no secret is known"):
         elsewhere.take()

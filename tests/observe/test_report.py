@@ -257,7 +257,7 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
     assert "It was the slowest in 6 of 57 saves, mostly in collect: 4.80 s in all." in page.text
     panel = next(e for e in page.everything() if "panel" in e.classes)
     assert "median 1.30 s · p95 1.30 s" in panel.text
-    monkeypatch.setattr("ckpt.runs.report.content.PAGE", 50_000)
+    monkeypatch.setattr("ckpt.runs.report.content.PAGE", 57 * 8_000 + 25_000)
     short = parse(page_of(tmp_path))
     whole = [e.attributes["id"] for e in short.everything() if "step" in e.classes and "Threads over time" in e.text]
     assert whole == ["step-550", "step-560", "step-570"]  # all are equally slow

@@ -1,4 +1,4 @@
-"""A run of two jobs that share nothing but an object store."""
+"""A run of two jobs that share nothing but an object store, one of them without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from ckpt.runs.step_listing import list_steps
 
 NAMES = ("trainer", "buffer")
 BUFFER = """
-import sys, ckpt, tests.s3.test_joint_run as run
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import ckpt, tests.s3.test_joint_run as run
 c, state = run.member(sys.argv[1], "buffer"), run.state_of(0)
 c.restore(state)
 for n in (1, 2):

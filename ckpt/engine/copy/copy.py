@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from ckpt import units
+from ckpt import settings, units
 from ckpt.concurrency import imap_unordered
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
@@ -29,6 +29,7 @@ from ckpt.io_backends.registry import is_file_system, open_backend
 from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
+from ckpt.settings import check_flags
 from ckpt.telemetry.callbacks import ProgressCallback
 from ckpt.text import url_text
 
@@ -98,15 +99,17 @@ def copy_checkpoint(
     """
     source, target = url_text(source), url_text(target)
     began = time.monotonic()
+    check_flags(dry_run=dry_run, compare=compare)
+    workers = THREADS if threads is None else settings.threads(threads)
     run = Transfer(source, target, compare=compare)
     if dry_run:
         missing = run.sizes.keys() - run.complete()
     elif work is not None:
-        missing = _copy_part(run, threads or THREADS, progress, work)
+        missing = _copy_part(run, workers, progress, work)
     else:
         run.target.prepare()
         with replacement_noticed(run.catalog):
-            missing = run.copy(run.sizes.keys(), threads or THREADS, progress)
+            missing = run.copy(run.sizes.keys(), workers, progress)
         run.commit()
     return CopyReport(
         source=source,

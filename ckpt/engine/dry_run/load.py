@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-import torch
-
 from ckpt import settings
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.concurrency import gc_paused
@@ -42,6 +40,7 @@ from ckpt.plan.layout.placements import Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.match import Selection
 from ckpt.plan.ownership import TensorSpec
+from ckpt.state import lazy
 from ckpt.state.tensors import LocalTensor, parts_of, torch_dtype
 
 from .forecast import ReadForecast, rate_of_loads
@@ -260,7 +259,7 @@ def _jobs(entries: Sequence[TensorEntry], layouts: Mapping[str, TensorLayout], r
         if layout.coordinate(rank) is None:
             continue
         info = TensorSpec(entry.name, entry.dtype, entry.shape, layout, entry.logical)
-        memory = address_space(torch.empty(layout.local_shape(entry.shape, rank), dtype=torch_dtype(entry.dtype), device="meta"))
+        memory = address_space(lazy.torch.empty(layout.local_shape(entry.shape, rank), dtype=torch_dtype(entry.dtype), device="meta"))
         yield TensorLoad(LocalTensor(info, parts_of(info, memory, rank), entry.name), entry)
 
 

@@ -18,9 +18,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from ckpt import units
 from ckpt.catalog import Catalog
@@ -41,6 +39,9 @@ from ckpt.telemetry.spans import Spans
 
 from .reader import Reader, note_writes
 from .validate import row_of_match
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,7 +250,8 @@ def fill(matched: Matched, plan: Callable[[Collection[torch.device]], ByteTransf
             transfer.run()
     if devices:
         settle_devices(devices_of(targets), job.call.url)
-    note_writes(targets)
+    if targets:
+        note_writes(targets)
 
 
 # ---- set: objects of the state take their values before any tensor changes, all else is set when every byte is there

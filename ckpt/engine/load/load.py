@@ -18,8 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import torch
-
 from ckpt import settings
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency import gc_paused
@@ -42,6 +40,8 @@ from .validate import verdict_of
 from .whole_chunks import TensorLoad, as_if_created
 
 if TYPE_CHECKING:
+    import torch
+
     from .read_exchange import ReadExchange
     from .shared_reads import SharedReads
 

@@ -33,7 +33,6 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from ckpt.catalog import Catalog, Extent
@@ -47,6 +46,7 @@ from ckpt.net.streams import Feed, Inlet
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 from ckpt.plan.shared_reads import MOST
+from ckpt.state import lazy
 
 from .receiver import SharedReadReceiver, direct_view, is_checked, pack, packed_copy, place
 from .shared_reads import ReadSlice, SharedRead, SharedReadItem, SharedReads
@@ -133,7 +133,7 @@ class ReadExchange:
             count = threads()
             if count > 1:
                 self._move = None
-                self._reading = Pending(partial(self._run, tasks, count, inference=torch.is_inference_mode_enabled()), "ckpt-read")
+                self._reading = Pending(partial(self._run, tasks, count, inference=lazy.torch.is_inference_mode_enabled()), "ckpt-read")
             else:
                 for task in tasks:
                     task()
@@ -169,7 +169,7 @@ class ReadExchange:
 
     def _run(self, tasks: list[Callable[[], None]], count: int, *, inference: bool) -> None:
         try:
-            with torch.inference_mode(inference):
+            with lazy.torch.inference_mode(inference):
                 run_tasks(tasks, count, "ckpt-read")
         finally:
             self._ended = True

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
@@ -22,6 +21,7 @@ from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
+from ckpt.state import lazy
 from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise, writable_bytes
 from ckpt.telemetry.spans import Spans
 
@@ -29,6 +29,8 @@ from .chunk_scan import ByFile, ChunkScan, FilePlan, cohorts_of
 from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of, wanted_boxes
 
 if TYPE_CHECKING:
+    import torch
+
     from .read_exchange import ReadExchange
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
@@ -311,4 +313,4 @@ def same_chunk(part: Part, steps: Sequence[CopyStep]) -> Hashable:
 
 def note_writes(targets: Iterable[LocalTensor]) -> None:
     """Autograd did not see the bytes change."""
-    torch.autograd.graph.increment_version([p.memory for local in targets for p in local.parts if not p.memory.is_inference()])
+    lazy.torch.autograd.graph.increment_version([p.memory for local in targets for p in local.parts if not p.memory.is_inference()])

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
@@ -26,7 +25,11 @@ from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.match import common_box
 from ckpt.plan.reads import RangeGroup, group_ranges
-from ckpt.state.tensors import RAW, LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype
+from ckpt.state import lazy
+from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 SLICE = 256
 """Chunks that are looked up between two signs of life."""
@@ -196,8 +199,8 @@ def copy_box(stored: Stored, box: Box, target: LocalTensor) -> None:
     data = stored.data[: len(stored.data) // size * size]
     if data.ctypes.data % size:
         data = data.copy()  # a file need not align its chunks
-    typed = torch.from_numpy(data).view(RAW[size] if same else torch_dtype(stored.dtype))
-    source = torch.as_strided(typed, box.shape, strides, element)
+    typed = lazy.torch.from_numpy(data).view(lazy.RAW[size] if same else torch_dtype(stored.dtype))
+    source = lazy.torch.as_strided(typed, box.shape, strides, element)
     (raw_view(memory) if same else memory).copy_(source)
 
 
@@ -223,7 +226,7 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 def as_if_created(job: TensorLoad, device: str | torch.device) -> TensorLoad:
     """The load of a tensor that has no memory yet, planned as if it had some on ``device``."""
     target = job.target
-    if torch.device(device).type != "cpu":
+    if lazy.torch.device(device).type != "cpu":
         return job  # memory of the meta device is planned as that of any other device but the host
     parts = [LocalShard(part.box, address_space(part.memory)) for part in target.parts]
     return TensorLoad(LocalTensor(target.info, parts, target.state_name), job.entry)
@@ -232,4 +235,6 @@ def as_if_created(job: TensorLoad, device: str | torch.device) -> TensorLoad:
 def address_space(like: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor whose pages nobody touches: it takes addresses, and no memory."""
     pages = mmap.mmap(-1, max(like.nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-    return torch.frombuffer(pages, dtype=torch.uint8, count=like.nbytes).view(like.dtype).view(like.shape) if like.nbytes else like
+    return (
+        lazy.torch.frombuffer(pages, dtype=lazy.torch.uint8, count=like.nbytes).view(like.dtype).view(like.shape) if like.nbytes else like
+    )

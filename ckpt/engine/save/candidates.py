@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt.errors import ConsistencyError
 from ckpt.plan.layout.geometry import Box
@@ -26,6 +24,8 @@ from ckpt.state.tensors import LocalShard
 from .plan import RankPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from ckpt.policies.save import TrustFrozen
 
 log = logging.getLogger("ckpt")
@@ -157,6 +157,8 @@ def _overlapping(shard_table: ShardTable) -> set[str]:
 
 def _memory(part: LocalShard) -> tuple[object, ...]:
     """Where a tensor's elements are. The reference does not keep the memory, but its number is not given to other memory meanwhile."""
+    from torch.multiprocessing.reductions import StorageWeakRef
+
     tensor = part.memory
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     return storage, tensor.dtype, tuple(tensor.shape), tensor.stride()

@@ -23,16 +23,16 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
 from ckpt.errors import ConsistencyError
+from ckpt.state import lazy
 from ckpt.state.shard_table import ShardTable
-from ckpt.state.tensors import RAW, raw_view, reads_otherwise
+from ckpt.state.tensors import raw_view, reads_otherwise
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
@@ -42,6 +42,9 @@ from .replicas import Replicas
 from .staging import StagedBatches
 from .tensor_source import FENCE, ChunkSource, FragmentExchange
 from .writer import MANY
+
+if TYPE_CHECKING:
+    import torch
 
 # Samples of what is captured later: what it was at the call, to be compared with the bytes that were captured.
 #
@@ -75,7 +78,7 @@ class Sample:
     def same(self, other: Sample) -> bool:
         """Whether both are of the same bytes; ``other`` may lie elsewhere."""
         both = self.sum is not None and other.sum is not None
-        return torch.equal(self.lines.cpu(), other.lines.cpu()) and not (both and not torch.equal(self.sum, other.sum))  # type: ignore[arg-type]
+        return lazy.torch.equal(self.lines.cpu(), other.lines.cpu()) and not (both and not lazy.torch.equal(self.sum, other.sum))  # type: ignore[arg-type]
 
 
 class Samples:
@@ -141,16 +144,16 @@ def sample_of(raw: torch.Tensor) -> Sample:
     """The sample of memory of any strides, on any device, in the order of its elements."""
     size = raw.element_size()
     if raw.numel() * size <= WHOLE:
-        lines = raw.clone(memory_format=torch.contiguous_format).view(-1)
+        lines = raw.clone(memory_format=lazy.torch.contiguous_format).view(-1)
     else:
         count, step, line = (raw.numel() * size - LINE) // STEP + 1, STEP // size, LINE // size
         if raw.is_contiguous():
             flat = raw.view(-1)
             lines = flat.as_strided((count, line), (step, 1), flat.storage_offset()).reshape(-1).clone()
         else:
-            places = (torch.arange(count, device=raw.device)[:, None] * step + torch.arange(line, device=raw.device)).view(-1)
-            lines = raw[torch.unravel_index(places, raw.shape)]
-    return Sample(lines.view(torch.uint8), _sum(raw) if _summed(raw) else None)  # bytes, since no NaN equals itself
+            places = (lazy.torch.arange(count, device=raw.device)[:, None] * step + lazy.torch.arange(line, device=raw.device)).view(-1)
+            lines = raw[lazy.torch.unravel_index(places, raw.shape)]
+    return Sample(lines.view(lazy.torch.uint8), _sum(raw) if _summed(raw) else None)  # bytes, since no NaN equals itself
 
 
 def _summed(raw: torch.Tensor) -> bool:
@@ -159,8 +162,8 @@ def _summed(raw: torch.Tensor) -> bool:
 
 def _sum(raw: torch.Tensor) -> torch.Tensor:
     """Of all elements as integers."""
-    integers = torch.view_as_real(raw).view(RAW[8]) if raw.is_complex() else raw
-    return integers.sum(dtype=torch.int64)
+    integers = lazy.torch.view_as_real(raw).view(lazy.RAW[8]) if raw.is_complex() else raw
+    return integers.sum(dtype=lazy.torch.int64)
 
 
 T = TypeVar("T")
@@ -205,7 +208,7 @@ class Capture:
         self._is_short = any(segment.waits_for is not None for segment in stage.segments)
         """The stage is smaller than the state, so that capturing has to wait for the writing of earlier segments."""
         # For each device a stream for copies from it, behind what the caller has queued so far; none if all memory is on the host.
-        self._streams = [torch.cuda.Stream(device) for device in shard_table.devices]  # type: ignore[no-untyped-call]
+        self._streams = [lazy.torch.cuda.Stream(device) for device in shard_table.devices]  # type: ignore[no-untyped-call]
         if self._streams:
             self._follow()
 
@@ -298,14 +301,14 @@ class Capture:
         for stream in self._streams:
             # The copy must see what kernels that were queued before the call will have written. Kernels that are
             # queued later may run at the same time: those of a forward and backward pass do not touch what is copied.
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            stream.wait_stream(lazy.torch.cuda.current_stream(stream.device))
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """This thread's copies from devices go through the side streams, and have arrived at the end of the block."""
         with ExitStack() as stack:
             for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(lazy.torch.cuda.stream(stream))
             yield
             for stream in self._streams:
                 stream.synchronize()

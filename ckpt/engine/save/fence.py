@@ -13,14 +13,15 @@ from concurrent.futures import TimeoutError as FuturesTimeoutError
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
-
-import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ckpt.engine.devices import watch_graphs
+from ckpt.state import lazy
 from ckpt.state.collect import seen
 from ckpt.telemetry.callbacks import Stall
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,16 +36,16 @@ def in_trace(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def ranged(*args: P.args, **kwargs: P.kwargs) -> R:
-            profiled = getattr(torch.autograd.profiler, "_is_profiler_enabled", False)
-            nvtx = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            profiled = lazy.imported and getattr(lazy.torch.autograd.profiler, "_is_profiler_enabled", False)
+            nvtx = lazy.imported and lazy.torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             if not profiled and not nvtx:
                 return function(*args, **kwargs)
             with ExitStack() as stack:
                 if profiled:
-                    stack.enter_context(torch.profiler.record_function(name))
+                    stack.enter_context(lazy.torch.profiler.record_function(name))
                 if nvtx:
-                    torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
-                    stack.callback(torch.cuda.nvtx.range_pop)
+                    lazy.torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+                    stack.callback(lazy.torch.cuda.nvtx.range_pop)
                 return function(*args, **kwargs)
 
         return ranged
@@ -123,7 +124,8 @@ class CaptureFence:
 
     def up(self, *, on_devices: bool) -> None:
         """From now on everything waits that may change the state. ``on_devices``: some of it is on GPUs."""
-        watch_steps()
+        if lazy.imported:  # else there is no optimizer
+            watch_steps()
         if on_devices:
             watch_graphs(fence)
         with _lock:
@@ -172,6 +174,8 @@ def watch_steps() -> None:
     Once for the life of the process: torch goes through its table of hooks while a step waits in one of them, so that no hook may be
     removed from there, or added, at the end of a capture.
     """
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     register_optimizer_step_pre_hook(_before_step)
 
 

@@ -215,8 +215,8 @@ def stage(job: SaveJob, share: RankShare) -> Capture:
             batches = StagedBatches.in_lent(plan.batches, lent)
         else:
             segments, nbytes = lay_out(plan.batches, job.options.staging)
-            arena = job.cache.arena.reserve(nbytes, next(iter(devices), None))
-            batches = StagedBatches(segments, [arena] * len(segments))
+            arena = [job.cache.arena.reserve(nbytes, next(iter(devices), None))] if segments else []
+            batches = StagedBatches(segments, arena * len(segments))
     job.meter.staged = True
     return Capture(share.source, shard_table, batches, job.spans, job.meter, fragments=share.fragments, replicas=share.replicas)
 

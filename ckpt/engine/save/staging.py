@@ -23,16 +23,19 @@ import mmap
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from weakref import finalize
-
-import torch
 
 from ckpt.engine.devices import no_memory, pin
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend, LentMemory
+from ckpt.state import lazy
 
 from .fence import CpuBackoff
 from .plan import Batch
+
+if TYPE_CHECKING:
+    import torch
 
 PAGE = 4096
 
@@ -41,20 +44,20 @@ class Arena:
     """Page-aligned host memory that grows to what the largest save needed; pinned if tensors of a GPU are copied into it."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory: torch.Tensor | None = None
         self._unpin: finalize[..., Arena] | None = None
 
     @property
     def nbytes(self) -> int:
-        return self._memory.numel()
+        return 0 if self._memory is None else self._memory.numel()
 
     def reserve(self, nbytes: int, device: torch.device | None = None) -> torch.Tensor:
         """At least ``nbytes`` of memory, uint8 ``[n]``, pinned if it is for a GPU. What an earlier call gave may be the same memory."""
-        if self.nbytes < nbytes or (device is not None and self._unpin is None):
+        if self._memory is None or self.nbytes < nbytes or (device is not None and self._unpin is None):
             if self._unpin is not None:
                 self._unpin()
                 self._unpin = None
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the new one is made
+            self._memory = None  # freed before the new one is made
             memory = _pages(nbytes, forked=device is None)
             if device is not None:
                 self._unpin = finalize(self, pin(memory, device))
@@ -74,7 +77,7 @@ def _pages(nbytes: int, *, forked: bool) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults when it is first written
     if hasattr(mmap, "MADV_DONTFORK") and not forked:
         memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+    return lazy.torch.frombuffer(memory, dtype=lazy.torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +117,7 @@ def lay_out(files: Sequence[Sequence[Batch]], budget: int | None) -> tuple[list[
                 last += 1
             if last == first:
                 least = 2 * _pages_of(start, batches[first])
-                raise UsageError(f"a staging budget of {budget} bytes is too small: this state needs at least {least}")
+                raise UsageError(f"staging_bytes={budget} is too small: this state needs at least {least}")
             number = len(segments)
             segments.append(Segment(batches[first:last], start, number % 2 * half, number - 2 if number > 1 else None))
             first = last
@@ -159,9 +162,9 @@ class StagedBatches:
     @classmethod
     def in_lent(cls, files: Sequence[Sequence[Batch]], lent: Sequence[LentMemory]) -> StagedBatches:
         """Each batch where it stays."""
-        mapped = [torch.frombuffer(memory.memory, dtype=torch.uint8) for memory in lent]
-        filled = [(batches, memory) for batches, memory in zip(files, mapped, strict=True) if batches]
-        return cls([Segment(batches, 0, 0, None) for batches, _ in filled], [memory for _, memory in filled], lent)
+        filled = [(batches, memory.memory) for batches, memory in zip(files, lent, strict=True) if batches]
+        memories = [lazy.torch.frombuffer(memory, dtype=lazy.torch.uint8) for _, memory in filled]
+        return cls([Segment(batches, 0, 0, None) for batches, _ in filled], memories, lent)
 
     def room(self, batch: Batch) -> torch.Tensor:
         """The memory of a batch: uint8 ``[its length]``."""

@@ -13,16 +13,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 from ckpt import settings
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.plan.layout.geometry import row_major_strides
-from ckpt.state.tensors import RAW, LocalShard, LocalTensor, as_bytes, raw_view
+from ckpt.state import lazy
+from ckpt.state.tensors import LocalShard, LocalTensor, as_bytes, raw_view
 
 from .plan import Batch, RankPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from ckpt.net.peers import Peers
 
 FENCE = (
@@ -77,7 +78,7 @@ class ChunkSource:
         if not chunk.box.numel:
             return memoryview(b"")
         if self.plan.assignments[chunk.name].merged:
-            chunk_bytes = torch.empty(self.nbytes(number), dtype=torch.uint8)
+            chunk_bytes = lazy.torch.empty(self.nbytes(number), dtype=lazy.torch.uint8)
             self.fill(number, chunk_bytes)
             self.patch(number, chunk_bytes)
             return as_bytes(chunk_bytes)
@@ -147,7 +148,7 @@ class ChunkSource:
         """What this rank has of a chunk, as raw memory, and where each piece of it belongs in ``into``, the bytes of the chunk."""
         chunk = self.plan.chunks[number]
         local = self.tensor(chunk.name)
-        raw = into.view(RAW[local.info.dtype.itemsize])
+        raw = into.view(lazy.RAW[local.info.dtype.itemsize])
         if self.plan.assignments[chunk.name].merged:
             start, stop = self.flat_range(number)
             for first, last, memory in flat_parts(local, start, stop):
@@ -177,10 +178,10 @@ class ChunkSource:
         """Elements ``[start, stop)`` of the flattening of a tensor that this rank holds, as bytes on its device."""
         local = self.tensor(name)
         size = local.info.dtype.itemsize
-        whole = torch.empty((stop - start) * size, dtype=torch.uint8, device=local.parts[0].memory.device)
+        whole = lazy.torch.empty((stop - start) * size, dtype=lazy.torch.uint8, device=local.parts[0].memory.device)
         done = 0
         for first, last, memory in flat_parts(local, start, stop):
-            whole[(first - start) * size : (last - start) * size].view(RAW[size]).copy_(memory)
+            whole[(first - start) * size : (last - start) * size].view(lazy.RAW[size]).copy_(memory)
             done += last - first
         if done != stop - start:
             raise CoverageError(f"this rank has {done} of the elements {start} to {stop} that it should send", where=f"tensor {name}")
@@ -272,7 +273,7 @@ class FragmentExchange:
             received: dict[int, list[tuple[int, int, memoryview]]] = {}
             for f in self.plan.receives:
                 nbytes = (f.stop - f.start) * self.source.tensors[f.name].info.dtype.itemsize
-                room = torch.empty(nbytes, dtype=torch.uint8).numpy().data
+                room = lazy.torch.empty(nbytes, dtype=lazy.torch.uint8).numpy().data
                 incoming.setdefault(f.source, []).append(room)
                 received.setdefault(self.mixed[f.name, f.chunk], []).append((f.start, f.stop, room))
             self.peers.exchange(self._outgoing, incoming, alive=alive)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
 import xxhash
 
 from ckpt import settings
@@ -21,6 +21,7 @@ from ckpt.formats.native.codecs import WITHOUT_ANCHOR, encode, encode_difference
 from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
 from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
+from ckpt.state import lazy
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
@@ -28,6 +29,9 @@ from .base import AnchorChunks
 from .plan import Batch, RankPlan
 from .staging import StagedBatches
 from .tensor_source import ChunkSource, FragmentExchange
+
+if TYPE_CHECKING:
+    import torch
 
 MANY = 8
 """A batch of so many chunks is mostly Python."""
@@ -171,7 +175,7 @@ class RankWriter:
         """The bytes of small chunks, copied next to each other."""
         scratch: torch.Tensor | None = getattr(self._local, "scratch", None)
         if scratch is None:
-            scratch = self._local.scratch = torch.empty(settings.CACHE_BLOCK, dtype=torch.uint8)
+            scratch = self._local.scratch = lazy.torch.empty(settings.CACHE_BLOCK, dtype=lazy.torch.uint8)
         self.source.fill_batch(batch, scratch, 0)
         for number in batch.numbers:
             if number in self._mixed:

@@ -81,7 +81,7 @@ def check_index(backend: Backend, err: CorruptError) -> list[Problem]:
             else:
                 read_index_file(backend, record, name)
         except NotFoundError:
-            problems.append(Problem(kind="missing", file=file.path, message=f"{name} is missing"))
+            problems.append(Problem(kind="missing", file=file.path, message="a file of the index"))
         except StorageError as failure:
             problems.append(Problem(kind="read", file=file.path, message=failure.message))
         except CorruptError:
@@ -175,7 +175,7 @@ def _check_size(backend: Backend, file: DataFile) -> Problem | None:
     try:
         size = backend.size(file.path)
     except NotFoundError:
-        return Problem(kind="missing", file=file.path, message="the file is missing")
+        return Problem(kind="missing", file=file.path, message="a data file")
     except StorageError as err:
         return Problem(kind="read", file=file.path, message=err.message)
     if size != file.size:

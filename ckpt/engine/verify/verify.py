@@ -168,6 +168,7 @@ def verify(
     """
     url = url_text(url)
     began = time.monotonic()
+    threads = None if threads is None else settings.threads(threads)
     try:
         catalog = open_catalog(url, read=read_index_file)  # what the record repeats of them is not enough here
         len(catalog.tensors), [*catalog.ranks.values()]  # what lies apart is read now

@@ -27,8 +27,9 @@ _GROUPS = 12
 _COMPARED = 6
 RUNS = 6
 """Runs that are laid over each other, at most: as many colours as can be told apart."""
-PAGE = 4_500_000
-"""Bytes that ranks and threads of all steps may have in a page, about: it stays below 5 MB."""
+PAGE = 5_000_000
+"""Bytes of a page, at most: ranks and threads have what the ``_PHASES`` of all saves, with their points in charts, leave."""
+_PHASES = 8_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Detail:
         cells = [cell for row in self.heat.rows.values() for cell in row]
         strips = sum(14 if cell is not None and cell.level == MIDDLE else 28 for cell in cells) if self.rows else 140 * len(cells)
         groups = sum(140 * len(row) for group in self.groups for row in group.heat.rows.values())
-        return strips + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 12_000
+        return strips + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 4_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +108,19 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """``series`` are several runs to lay over each other, or one. Of one, ``compared`` are side by side, ``steps`` can be seen closely, and
-    ``detail`` is the newest of them; it is None if no save has spans."""
+    """``series`` are several runs to lay over each other, or one. Of one, ``compared`` are side by side, ``steps`` can be seen closely."""
 
     urls: tuple[str, ...]
     setting: Setting
     series: tuple[Series, ...]
     compared: tuple[SavedSpans, ...] = ()
-    detail: Detail | None = None
     steps: tuple[Detail, ...] = ()
     notes: tuple[str, ...]
+
+    @property
+    def detail(self) -> Detail | None:
+        """The newest save; None if no save has spans."""
+        return self.steps[-1] if self.steps else None
 
 
 def build_report(urls: Sequence[str], setting: Setting) -> Report:
@@ -125,7 +129,8 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
     urls = tuple(dict.fromkeys(urls))
     runs = [_run(url, notes, alone=len(urls) == 1) for url in urls if not is_checkpoint(url)]
     if runs and len(runs) < len(urls):
-        raise UsageError("a run and a checkpoint cannot be compared", where=runs[0].url, hint="name runs only, or checkpoints only")
+        save = f"one of its saves, such as {runs[0].saves[-1].url}" if runs[0].saves else "checkpoints only"
+        raise UsageError("a run and a checkpoint cannot be compared", where=runs[0].url, hint=f"name runs only, or {save}")
     if len(runs) > RUNS:
         raise UsageError(f"a report shows {RUNS} runs at most, and these are {len(runs)}", where=urls[RUNS], hint="name fewer")
     series = tuple(runs) or (Series(url="", saves=_checkpoints(urls)),)
@@ -141,17 +146,8 @@ def build_report(urls: Sequence[str], setting: Setting) -> Report:
         ordered = sorted(known, key=lambda saved: (saved.seconds, saved.url))
         chosen = {ordered[0].url, ordered[len(ordered) // 2].url, ordered[-1].url, known[-1].url}
         compared = tuple(saved for saved in known if saved.url in chosen)
-    steps = _steps(known, setting, notes)
-    detail = _advised(steps[-1], known, setting, notes) if steps else None
-    return Report(
-        urls=urls,
-        setting=setting,
-        series=series,
-        compared=compared,
-        detail=detail,
-        steps=(*steps[:-1], *([detail] if detail else ())),
-        notes=tuple(notes),
-    )
+    steps = _steps(known, setting, notes) if known else ()
+    return Report(urls=urls, setting=setting, series=series, compared=compared, steps=steps, notes=tuple(notes))
 
 
 def distinct(urls: Sequence[str]) -> list[str]:
@@ -186,21 +182,17 @@ def _run(url: str, notes: list[str], *, alone: bool) -> Series:
 
 
 def _steps(known: Sequence[SavedSpans], setting: Setting, notes: list[str]) -> tuple[Detail, ...]:
-    """As many saves as a page holds, in the order of the run: the newest, then the slowest."""
-    if not known:
-        return ()
+    """As many saves as a page holds, in the order of the run: the newest, which has advice, then the slowest."""
     *others, newest = known
-    steps: dict[str, Detail] = {}
-    room = PAGE
-    for saved in (newest, *sorted(others, key=lambda saved: saved.seconds)[::-1]):
-        step = _detail(saved, setting, ranks=newest.record.world_size if newest.record else 0)
+    ranks = newest.record.world_size if newest.record else 0
+    steps = {newest.url: _advised(_detail(newest, setting, ranks=ranks), known, setting, notes)}
+    room = PAGE - _PHASES * len(known) - steps[newest.url].page_bytes
+    for saved in sorted(others, key=lambda saved: saved.seconds)[::-1]:
+        step = _detail(saved, setting, ranks=ranks)
         room -= step.page_bytes
-        if room < 0 and steps:
-            left = units.plural(len(known) - len(steps), "save")
-            size = units.size(PAGE)
-            notes.append(
-                f"Ranks and threads of {left}, the fastest ones, are left out: the page would pass {size}. Their phases are shown."
-            )
+        if room < 0:
+            left = f"Ranks and threads of {units.plural(len(known) - len(steps), 'save')}, the fastest ones, are left out"
+            notes.append(f"{left}: the page would pass {units.size(PAGE)}. Their phases are shown.")
             break
         steps[saved.url] = step
     return tuple(steps[saved.url] for saved in known if saved.url in steps)

@@ -17,6 +17,7 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import SPANS, index_path, step_number
 from ckpt.formats.native.runlog import LogEntry, read_log
 from ckpt.formats.native.spans import read_spans
+from ckpt.formats.registry import find_format, open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs.members import member_urls
 from ckpt.runs.step_listing import is_of_checkpoint
@@ -85,8 +86,6 @@ def read_save(url: str) -> SavedSpans:
     backend = open_backend(url)
     data = read_record(backend)
     if data is None:
-        from ckpt.formats.registry import open_catalog
-
         format = open_catalog(url).format  # raises what is wrong, if no checkpoint is there
         raise FormatError(f"a checkpoint of the format {format} has no spans", where=url, hint="only saves of ckpt keep them")
     record = CommitRecord.from_bytes(data, join_url(backend.url, COMMIT_PATH))
@@ -162,4 +161,6 @@ def _saves_at(run: str, name: str, *, tables: bool) -> tuple[SavedSpans, ...]:
         members = ((member, one.rpartition("/")) for member, one in member_urls(url).items())
         return tuple(replace(saved, member=member) for member, (own, _, its) in members for saved in _saves_at(own, its, tables=tables))
     except CkptError as err:
+        if isinstance(err, FormatError) and find_format(url) is None:  # other files
+            return ()
         return (SavedSpans(url=url, step=step, error=err),)

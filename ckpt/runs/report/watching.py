@@ -34,7 +34,8 @@ State = Literal["idle", "saving", "hangs", "committing", "committed", "failed"]
 @dataclass(frozen=True, kw_only=True)
 class WatchSnapshot:
     """What was seen. ``state``: ``idle``, nothing goes on; ``committing``, all ranks have done their part. ``age``: seconds since the
-    leader's last note. ``silent``: ranks without a sign of life, the leader alone if that is one. ``reason``: why a save failed."""
+    leader's last note. ``silent``: ranks without a sign of life, the leader alone if that is one. ``reason``: why a save failed, or what is
+    there if nothing goes on."""
 
     state: State
     url: str
@@ -94,7 +95,8 @@ class SaveWatcher:
         seen, self._first = self._first, self._ids[newest] if newest is not None else ""
         if newest is not None and seen is not None and self._ids[newest] != seen:
             return committed(self._url(newest), self._ids[newest])
-        return WatchSnapshot(state="idle", url=self.url)
+        found = None if newest is None else f"{newest or 'this checkpoint'} is committed"
+        return WatchSnapshot(state="idle", url=self.url, reason=found)
 
     def newest(self) -> WatchSnapshot | None:
         """What is committed, as far as the last look has seen; None if nothing is."""
