@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -109,10 +110,12 @@ def _plain_logging() -> None:
     logging.getLogger("ckpt").setLevel(logging.NOTSET)
 
 
-@pytest.fixture(autouse=True)
-def _no_stale_names(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="session", autouse=True)
+def _no_stale_names() -> Iterator[None]:
     """Network file systems remember for a second which files there are; the tests' storages do not, and many tests remove files."""
-    monkeypatch.setattr("ckpt.formats.native.catalog._STALE", 0.01)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckpt.formats.native.catalog._STALE", 0.01)
+        yield
 
 
 @pytest.fixture(autouse=True)
