@@ -11,7 +11,6 @@ belong to ``ckpt`` itself (``ckpt.save``, ``ckpt.convert``, ``ckpt.merge``, ``ck
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from .needs import late_names, warn_of_other_owners
@@ -137,7 +136,7 @@ if not TYPE_CHECKING:  # a checker would take every name for Any
     __getattr__ = late_names(__name__, {**{name: f".{name}:" for name in FACES}, **{name: f".{where}" for name, where in _WHERE.items()}})
 
 
-warn_of_other_owners(os.path.dirname(os.path.dirname(__file__)))
+warn_of_other_owners(__file__)
 
 
 def __dir__() -> list[str]:

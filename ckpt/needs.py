@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from os import listdir
+from os.path import dirname
 from sys import modules
 from typing import TYPE_CHECKING, Any, TypeVar
 from warnings import warn
@@ -141,9 +142,9 @@ def other_owners() -> list[str]:
     return sorted({*modules, *commands} - {_DISTRIBUTION})
 
 
-def warn_of_other_owners(folder: str) -> None:
-    """Warn if the distribution ``ckpt`` is installed in the same folder. ``import ckpt`` looks, so names of files have to do."""
-    others = [name for name in listdir(folder) if name.startswith("ckpt-") and name.endswith(".dist-info")]
+def warn_of_other_owners(init: str) -> None:
+    """Warn if the distribution ``ckpt`` is installed where the package of ``init`` is. ``import ckpt`` looks, so names of files have to do."""
+    others = [name for name in listdir(dirname(dirname(init))) if name.startswith("ckpt-") and name.endswith(".dist-info")]
     if others:
         other = others[0].removesuffix(".dist-info").replace("-", " ")
         warn(f"{other} is installed, too: its modules and those of {_DISTRIBUTION} replace each other\n  try: {REINSTALL}", stacklevel=3)
