@@ -56,7 +56,8 @@ def save(
         url: where: a path, or a URL of a known backend. All ranks must see the same storage.
         state: nested dicts, lists and tuples of modules, optimizers, schedulers, anything with ``state_dict``/``load_state_dict``,
             tensors, DTensors, numbers, strings, bytes, numpy values and :class:`ckpt.PerRank`. Values that are neither sharded
-            nor ``PerRank`` must be equal on all ranks that have them.
+            nor ``PerRank`` must be equal on all ranks that have them. Values are text in the index: large arrays are better tensors
+            (``torch.from_numpy``). Without tensors torch need not be installed.
         only: save a part: globs of names, as for :func:`load`. The checkpoint says that it is a part, and a strict load of it into a whole
             state is an error; load the base first, then the part with the same ``only=``.
         trainable: save a part: leave out parameters that do not require a gradient, and what an optimizer has for them. Load it with

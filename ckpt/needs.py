@@ -67,8 +67,13 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, colon, other = where[name].partition(":")
-        with gc_paused():  # each collection would walk through all of torch
-            imported = import_module(module, package)
+        try:
+            with gc_paused():  # each collection would walk through all of torch
+                imported = import_module(module, package)
+        except ModuleNotFoundError as err:
+            if (err.name or "").partition(".")[0] == "torch":
+                require_torch(f"{package}.{name}")
+            raise
         value = imported if colon and not other else getattr(imported, other or name)
         vars(modules[package])[name] = value
         return value
@@ -143,7 +148,7 @@ def other_owners() -> list[str]:
 
 
 def warn_of_other_owners(init: str) -> None:
-    """Warn if the distribution ``ckpt`` is installed where the package of ``init`` is. ``import ckpt`` looks, so names of files have to do."""
+    """Warn if the distribution ``ckpt`` is installed beside ``init``. ``import ckpt`` looks, so names of files have to do."""
     others = [name for name in listdir(dirname(dirname(init))) if name.startswith("ckpt-") and name.endswith(".dist-info")]
     if others:
         other = others[0].removesuffix(".dist-info").replace("-", " ")

@@ -75,9 +75,11 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
     yield "format", f"{catalog.format}{writer}, {units.plural(catalog.world_size, 'rank')}"
     if fields["part"] is not None:
         yield "part", f"of a state, saved with {fields['part']}: load its base first"
-    kinds = [f"{kind['kind']} {units.size(kind['bytes'])}" for kind in fields["kinds"]]
+    kinds = Counter[str]()
+    for kind in fields["kinds"]:  # all states of an optimizer together
+        kinds[kind["kind"].partition(":")[0]] += kind["bytes"]
     if kinds:
-        yield "contents", ", ".join(kinds)
+        yield "contents", ", ".join(f"{kind} {units.size(nbytes)}" for kind, nbytes in kinds.most_common())
     dtypes = [f"{name} in {units.plural(count, 'tensor')}" for name, count in fields["dtypes"].items()]
     if dtypes:
         yield "dtypes", ", ".join([*dtypes[:_DTYPES], *([f"{len(dtypes) - _DTYPES} more"] if len(dtypes) > _DTYPES else [])])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ckpt import settings, units
 from ckpt.converters.compare.semantic import misfit_masters
 from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, target
+from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, check_sizes, target
 from ckpt.converters.targets.hf import read_configuration
 from ckpt.errors import CkptError, ConsistencyError, FormatError, MismatchError, RankFailedError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING
@@ -321,8 +321,7 @@ def convert(
 def files_beside(format: Target, url: str, options: ConvertOptions) -> Mapping[str, bytes]:
     """What the options ask for beside the tensors, once their memory and configuration are checked."""
     check_flags(**{name: getattr(options, name) for name in ("optimizer", "overwrite", "verify", "repair", "require_config")})
-    if not isinstance(options.memory, int):
-        raise UsageError(f"memory= is a number of bytes, not {options.memory!r}", hint="memory=1 << 30")
+    check_sizes(memory=options.memory, shard_size=options.shard_size)
     if options.memory < settings.LEAST_MEMORY:
         raise UsageError(f"{options.memory} bytes of memory are too few", hint=f"at least --memory {settings.LEAST_MEMORY >> 20}MiB")
     if options.config is not None and (format.name != "hf" or format.one_file(url)):

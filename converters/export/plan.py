@@ -23,7 +23,7 @@ import numpy as np
 from ckpt import settings, units
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.converters.mapping.convention import model_views
-from ckpt.converters.pipeline.target import FileSegment, OutputFile
+from ckpt.converters.pipeline.target import FileSegment, OutputFile, check_sizes
 from ckpt.converters.selection import OutputTensor, SelectOptions
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend
@@ -307,6 +307,7 @@ class ExportOptions(SelectOptions):
 
     def check(self) -> None:
         """Raise UsageError unless the numbers can be."""
+        check_sizes(memory=self.memory, shard_size=None if isinstance(self.shard_size, str) else self.shard_size)
         if self.memory < settings.LEAST_MEMORY:
             raise UsageError(f"{self.memory} bytes of memory are too few", hint=f"at least {settings.LEAST_MEMORY} (memory=)")
         if type(self.anchor_every) is not int or self.anchor_every < 1:

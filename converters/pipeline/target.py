@@ -311,3 +311,10 @@ class ConvertOptions(SelectOptions):
     job: Mapping[str, int] = field(default_factory=dict)
     config: str | os.PathLike[str] | None = None
     require_config: bool = False
+
+
+def check_sizes(**given: object) -> None:
+    """Raise UsageError unless these are numbers of bytes, or None."""
+    for name, value in given.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise UsageError(f"{name}= is a number of bytes, not {value!r}", hint=f"{name}=1 << 30")

@@ -108,6 +108,7 @@ def refused(url: str) -> None:
     assert view["w"].shape == (3,)
     ask(view["w"].read)
     ask(view.state)
+    ask(lambda: ckpt.training.Generators())
     ckpt.load(url, state, only="a")
     assert state["a"] == 2
 

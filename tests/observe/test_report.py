@@ -114,6 +114,14 @@ def test_rows_of_hosts_and_mesh_dimensions_are_medians(tmp_path: Path) -> None:
     assert heat_table(page, 3) == {(f"tp {i}", "write"): (5 + i) * 1_000_000 for i in range(4)}
 
 
+def test_a_mesh_is_that_of_the_newest_save(tmp_path: Path) -> None:
+    for step, ranks in ((1, 4), (2, 8)):
+        save(tmp_path / f"step-{step}", {rank: row(("write", 0, 1, MIB)) for rank in range(ranks)})
+    four, eight = build_report([str(tmp_path)], Setting(mesh=Mesh.of({"dp": 2, "tp": 4}))).steps
+    assert [[group.title for group in step.groups] for step in (four, eight)] == [[], ["dp", "tp"]]
+    assert four.notes == ("This save has 4 ranks, and the mesh 8.",) and eight.notes == ()
+
+
 def test_kinds_and_layers_add_up(tmp_path: Path) -> None:
     arrays = layers()
     url = save(tmp_path, {0: row(("write", 0, 1, 5))}, arrays=arrays)
@@ -262,7 +270,7 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
     whole = [e.attributes["id"] for e in short.everything() if "step" in e.classes and "Threads over time" in e.text]
     assert whole == ["step-550", "step-560", "step-570"]  # all are equally slow
     assert "Ranks and threads of 54 saves, the fastest ones, are left out" in short.text
-    assert short.text.count("Phases of step") == 57
+    assert short.text.count("Phases of step") == short.text.count("not in this page") + 3 == 57
 
 
 def test_runs_lie_over_each_other_in_one_colour_each(tmp_path: Path) -> None:

@@ -219,9 +219,10 @@ def _detail(saved: SavedSpans, setting: Setting, *, ranks: int) -> Detail:
     """A mesh is that of the newest save, which has ``ranks``."""
     save, record, tables = saved.summary, saved.record, saved.tables
     assert save is not None and record is not None
-    groups = _groups(record.world_size, setting if record.world_size == ranks else replace(setting, mesh=None), tables)
+    others = setting.mesh is not None and record.world_size != ranks
+    groups = _groups(record.world_size, replace(setting, mesh=None) if others else setting, tables)
     cells, rows = _cells(record.world_size, setting.ranks_per_host or _ranks_per_host(groups.get("host", {})))
-    notes = []
+    notes = [f"This save has {units.plural(record.world_size, 'rank')}, and the mesh {ranks:,}."] if others else []
     if save.missing:
         notes.append(f"No spans were kept of {units.plural(len(save.missing), 'rank')} of {record.world_size:,}.")
     if save.folded:

@@ -26,6 +26,7 @@ from .summary import SaveSummary, brief, floor_of
 _CODE = "ckpt.runs.report"
 _YEAR_9999 = 250_000_000_000
 _RANKS = 12
+_LEFT_OUT = "Its ranks and threads are not in this page, which would be too large. A report of this save alone shows them."
 
 
 def render(report: Report) -> str:
@@ -336,7 +337,8 @@ def _steps(saves: Sequence[SavedSpans], steps: Sequence[Detail], anchors: Mappin
             links.append(tag("a", shown, href=f"#{anchors[saved.url]}", class_=f"h{level}", title=about))
         yield tag("nav", tag("b", "Step"), tag("span", *links), class_="steps", aria_label="choose a step")
     for saved in saves:
-        inner = [_phases(saved), *(_of_one(details[saved.url], anchors[saved.url]) if saved.url in details else ())]
+        rest = _of_one(details[saved.url], anchors[saved.url]) if saved.url in details else [_section("", _LEFT_OUT)]
+        inner = [_phases(saved), *rest]
         yield tag("div", *inner, class_="step newest" if saved is saves[-1] else "step", id=anchors[saved.url])
 
 
