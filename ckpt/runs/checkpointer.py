@@ -483,13 +483,20 @@ class Checkpointer:
         options = replace(
             self._bases.of(self._place(n), self._options),
             metrics=metric_values(metrics),
-            earlier=partial(self._tiers.later.earlier, n) if self._tiers.uploader is not None else None,
+            earlier=partial(self._earlier, n) if self._tiers.uploader is not None or self._joint is not None else None,
             branches=partial(self._lineage.of, n),
             placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
             progress=callback_of(progress=self._progress, leads=self._group.rank == self._group.leader, title=f"save {self._place(n)}"),
         )
         wait_for_pending_save(self._group)
         return made, options
+
+    def _earlier(self, n: int, replaced: str | None) -> str | None:
+        """The id of a save that the one of step ``n`` comes after, beside that which it has ``replaced``."""
+        earlier = self._tiers.later.earlier(n) if self._tiers.uploader is not None else None
+        if self._joint is not None:
+            self._joint.check_replaces(replaced or earlier)
+        return earlier
 
     def _on_durable(self, n: int, durable: Future[SaveReport]) -> None:
         if self._joint is not None and durable.exception() is None:

@@ -31,6 +31,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
+from typing import Any
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.awaited import GENERATION_LIMIT, GENERATION_PATH, MARKS
@@ -58,6 +59,8 @@ from .step_listing import Step, directory_name, in_order, list_steps, read_steps
 log = logging.getLogger("ckpt")
 
 REQUEST_PATH = "requested.json"
+_SOON = 1.0
+"""Seconds in which nobody can commit later steps and remove one for which a member has just put its mark."""
 _FIRST_POLL, _LAST_POLL = 0.05, 1.0
 """Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
 
@@ -101,7 +104,8 @@ class JointRun:
             if seen is None or (before is not None and before.life != self._life):
                 if self._joined is not None and seen is not None and seen.id >= self._joined:
                     raise ConflictError(f"another process restores as member {self.member}", where=self.root, hint="end one of the two")
-                begun = Generation(id=new_id(None if seen is None else seen.id), members=self.members, joined=self._here("joined"))
+                earlier = (seen.id,) if seen is not None else self._generations()
+                begun = Generation(id=new_id(*earlier), members=self.members, joined=self._here("joined"))
                 if self._swap(data, begun):
                     log.info("%s: %s begins generation %s", self.root, self.member, begun.id)
                     self._joined = begun.id
@@ -109,7 +113,7 @@ class JointRun:
             asked = seen
             if before is not None:
                 self._joined = seen.id
-            if set(seen.members) != set(self.members):
+            if seen.members != self.members:  # in their order: the first leads
                 if len(seen.joined) < len(seen.members):
                     continue  # those who began it may be gone, and begin another one
                 self._swap(data, Generation(id=new_id(seen.id), members=self.members, joined=self._here("joined")))
@@ -131,7 +135,7 @@ class JointRun:
             f"the members of this run do not agree within {self.timeout:g} s: here they are {', '.join(self.members)}, "
             f"in {GENERATION_PATH} {others}",
             where=self.root,
-            hint="give every job the same members=, and start all of them",
+            hint="give every job the same members= in the same order, and start all of them",
         )
 
     def loaded(self) -> bool:
@@ -255,6 +259,8 @@ class JointRun:
         self._begun = n
         data = read_record(self._backend, f"{step_name(n)}/") if n in generation.left else None
         left = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
+        if left is not None and (left.generation or "") > generation.id:
+            raise self._restarted(self._read()[1])
         if left is not None and left.given_up is None and left.generation != generation.id:
             reason = f"generation {generation.id} saves this step again"
             gone = self._new_record(replace(generation, id=left.generation or ""), {}, n, reason)
@@ -295,21 +301,24 @@ class JointRun:
                 self._wanted = wanted
                 return
             except ConflictError:
-                self._backend.evict(REQUEST_PATH)
-                try:
-                    self._wanted = self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT)
-                except NotFoundError:
-                    self._wanted = None
+                self._wanted, values = self._request()
+                if str(values.get("generation")) > self.check_present().id:
+                    return  # it is another process that leads now
 
     def requested(self) -> int | None:
         """The step that the leading member of this generation asked for last."""
-        self._backend.evict(REQUEST_PATH)
-        try:
-            values = parse_object(self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT))
-        except (NotFoundError, ValueError):
-            return None
+        values = self._request()[1]
         n = values.get("step")
         return n if values.get("generation") == self.check_present().id and isinstance(n, int) else None
+
+    def _request(self) -> tuple[bytes | None, dict[str, Any]]:
+        self._backend.evict(REQUEST_PATH)
+        data: bytes | None = None
+        try:
+            data = self._backend.read_whole(REQUEST_PATH, GENERATION_LIMIT)
+            return data, parse_object(data)
+        except (NotFoundError, ValueError):
+            return data, {}
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -333,13 +342,20 @@ class JointRun:
             self._backend.put_if(f"{marks}/{mark}", b"", expected=None)
         for turn, _ in enumerate(_polls(end)):
             try:
+                began = time.monotonic()
                 there = self._marks(marks) if turn % 4 == 0 or self._newest > n else None
                 record: CommitRecord | None = None
                 if there and (turn or set(there) == set(generation.members)):
                     if (seen := self._read()[1]) is None or seen.id != generation.id:
                         raise self._restarted(seen)
                     if set(there) == set(generation.members):
-                        record = self._put(n, self._new_record(generation, there, n))
+                        made = self._new_record(generation, there, n)
+                        record = self._put(n, made)
+                        if record is made and (turn or time.monotonic() > began + _SOON) and not self._marks(marks):
+                            gone = self._new_record(generation, {}, n, "it was removed when later steps had taken its place")
+                            with suppress(ConflictError):
+                                self._backend.put_if(f"{step_name(n)}/{COMMIT_PATH}", gone.to_bytes(), expected=made.to_bytes())
+                            return JointOutcome(step=n, url=url)
                 if turn and record is None:  # at first it was seen that it cannot be there yet
                     record = self._record(n)
                 if record is not None and record.generation == generation.id:
@@ -353,14 +369,17 @@ class JointRun:
                 raise
             except StorageError as err:
                 log.warning("%s: %s; it is asked again", url, err)
-        awaited = [name for name in generation.members if name not in self._marks(marks)]
+        if not (there := self._marks(marks)):
+            return JointOutcome(step=n, url=url)
+        awaited = [name for name in generation.members if name not in there]
         when = f"before step {self._newest}" if self._newest > n else f"within {self.timeout:g} s"
-        self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it {when}")
-        record = self._record(n)
-        return JointOutcome(step=n, url=url, given_up=record.given_up if record is not None else "it was removed")
+        record = self._give_up(n, generation, f"{', '.join(awaited) or 'a member'} did not save it {when}")
+        if record.generation != generation.id:
+            raise self._restarted(self._read()[1])
+        return JointOutcome(step=n, url=url, given_up=record.given_up)
 
-    def _give_up(self, n: int, generation: Generation, reason: str) -> None:
-        self._put(n, self._new_record(generation, {}, n, reason))
+    def _give_up(self, n: int, generation: Generation, reason: str) -> CommitRecord:
+        return self._put(n, self._new_record(generation, {}, n, reason))
 
     def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
         return CommitRecord(
@@ -381,8 +400,8 @@ class JointRun:
         )
 
     def _put(self, n: int, record: CommitRecord) -> CommitRecord:
-        """The record of step ``n``, unless there is one of the same generation: exactly one of those who try succeeds. Gives the
-        one that is there now."""
+        """The record of step ``n``, unless there is one of the same generation or a later one: of those who try in one generation exactly
+        one succeeds, and a process that stood still overwrites nothing. Gives the one that is there now."""
         data: bytes | None = None
         while True:
             try:
@@ -391,7 +410,7 @@ class JointRun:
             except ConflictError:  # another member was first, or hid one of an earlier generation
                 data = read_record(self._backend, f"{step_name(n)}/")
             there = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
-            if there is not None and there.generation == record.generation:
+            if there is not None and (there.generation or "") >= (record.generation or ""):
                 return there
 
     def _restarted(self, seen: Generation | None) -> ConflictError:
@@ -411,27 +430,31 @@ class JointRun:
         earlier generation gave up. Gives the steps that went."""
         steps = self.steps()
         verdicts = retention(keep, infos(steps), datetime.now(timezone.utc))
-        newest = max((s.number for s in steps if s.committed and s.number is not None and s.abandoned is None), default=-1)
+        generation = self.check_present()
+        newest = max(self._newest, -1 if generation.step is None else generation.step)  # what lies above may be saved again just now
         going = [s for s in steps if s.members and s.number in verdicts.removed]
-        marks = f"{MARKS}/{self.check_present().id}"  # with these a member may still ask what became of the step
+        marks = f"{MARKS}/{generation.id}"  # with these a member may still ask what became of the step
         below = [s for s in steps if s.prepared and s.number is not None and s.number < newest]
         given_up = [s for s in below if not self._marks(f"{directory_name(s)}/{marks}")]
+        if not (going or given_up) or not self._is_present():
+            return []
         for s in given_up:  # before its marks: no record is read without them
             self._backend.delete(f"{directory_name(s)}/{COMMIT_PATH}")
         return remove_steps(self.root, [*going, *given_up], {})
 
-    def sweep(self, given_up: Collection[int] | None = None) -> None:
-        """Remove the checkpoints of this member that no joint step has: of steps that were ``given_up``, or of all, which is safe before
+    def sweep(self, given_up: Collection[str] | None = None) -> None:
+        """Remove the checkpoints of this member that no joint step has: those with ids that were ``given_up``, or all, which is safe before
         anybody saves. Where a joint record is damaged, nothing goes: it may name any."""
-        joint = self.steps()
-        if (given_up is not None and not given_up) or any(s.damaged for s in joint):
+        if given_up is not None and not given_up:
+            return
+        own = join_url(self.root, self.member)
+        steps, joint = list_steps(own), self.steps()
+        if any(s.damaged for s in joint) or not self._is_present():  # if it is, no later process has saved anything of what was listed
             return
         used = {checkpoint.id for s in joint for checkpoint in s.members.values()}
         used |= {checkpoint.id for checkpoint in self.check_present().checkpoints.values()}
-        own = join_url(self.root, self.member)
-        steps = list_steps(own)
         left = [s for s in steps if s.committed and s.number is not None and not s.tags and s.id not in used]
-        left = [s for s in left if given_up is None or s.number in given_up]
+        left = [s for s in left if given_up is None or s.id in given_up]
         if left:
             users = {info.step: info.users for info in infos(steps)}
             remove_steps(own, sorted(left, key=lambda s: s.number or 0, reverse=True), users)
@@ -459,6 +482,23 @@ class JointRun:
         except NotFoundError:
             return None, None
         return data, Generation.from_bytes(data, join_url(self.root, GENERATION_PATH))
+
+    def _is_present(self) -> bool:
+        """Whether no member has restarted."""
+        seen = self._read()[1]
+        return seen is not None and seen.id == self.check_present().id
+
+    def check_not_restarted(self) -> None:
+        """That no member has restarted: asked by who would replace a checkpoint, since it may be one of a later process."""
+        if not self._is_present():
+            raise self._restarted(self._read()[1])
+
+    def _generations(self) -> set[str]:
+        """Those that have left something in this run, of which ``joint.json`` may be gone. What begins has to sort after them."""
+        numbers = [s.number for s in self.steps() if s.number is not None]
+        marks = {name.rstrip("/") for n in numbers for name in self._backend.list_dir(f"{step_name(n)}/{MARKS}")}
+        records = [record for n in numbers if (record := self._record(n)) is not None]
+        return {id for id in (*marks, *(r.generation for r in records), *(r.id for r in records)) if id}
 
     def _swap(self, before: bytes | None, after: Generation) -> bool:
         try:

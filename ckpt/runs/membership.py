@@ -40,8 +40,8 @@ class Membership:
         self._asked_at = 0.0
         self._asked: int | None = None
         self._saved = -1
-        self._given_up: set[int] = set()
-        """Steps whose checkpoints of this member are of no use."""
+        self._given_up: dict[str, int] = {}
+        """Ids of this member's checkpoints that are of no use → their steps."""
         self._tidying = threading.Lock()
 
     @property
@@ -65,7 +65,7 @@ class Membership:
         """Load what all members go on from. ``load`` gets the step, and the URL and the id of this member's checkpoint of it: None of a
         step that this member has no part in, and of a run without steps. Collective, and so is ``load``."""
         self._run.start_over()
-        self._saved, self._asked, self._given_up = -1, None, set()
+        self._saved, self._asked, self._given_up = -1, None, {}
         loaded: tuple[int | None, str | None] | None = None
         result: int | None = None
         while True:
@@ -109,6 +109,12 @@ class Membership:
         if self.leads:  # training does not wait for it
             threading.Thread(target=ask, name="ckpt-joint", daemon=True).start()
 
+    def check_replaces(self, id: str | None) -> None:
+        """That this process may replace the checkpoint ``id`` of the step that it is about to save. If a later process of this member saves
+        that step after this look, their commits conflict."""
+        if id is not None:
+            self._run.check_not_restarted()
+
     def failed(self) -> None:
         if self._on_leader:
             self._run.failed()
@@ -116,7 +122,7 @@ class Membership:
     def saved(self, n: int, id: str, nbytes: int) -> None:
         """This member's checkpoint of step ``n`` is committed at its root."""
         if self._on_leader:
-            self._run.prepared(n, id, self._group.size, nbytes, partial(self._ended, n))
+            self._run.prepared(n, id, self._group.size, nbytes, partial(self._ended, n, id))
 
     def wait(self) -> ConflictError | None:
         """Wait for what becomes of the joint steps that this member has saved; gives why the last one does not exist. Collective."""
@@ -137,7 +143,7 @@ class Membership:
         n: int | None = self._call("requested", look)
         return n
 
-    def _ended(self, n: int, end: JointOutcome | BaseException) -> None:
+    def _ended(self, n: int, id: str, end: JointOutcome | BaseException) -> None:
         given_up = f"nobody knows whether it exists: {end}" if isinstance(end, BaseException) else end.given_up
         if given_up is not None:
             log.warning("step %d of %s cannot be relied on: %s", n, self.root, given_up)
@@ -146,12 +152,12 @@ class Membership:
         if isinstance(end, BaseException):
             return  # what it has saved stays: the step may exist
         if given_up is not None:
-            self._given_up.add(n)
+            self._given_up[id] = n
         else:
-            self._tidy(self._given_up)
-            self._given_up = {other for other in self._given_up if other > n}
+            self._tidy(set(self._given_up))
+            self._given_up = {id: other for id, other in self._given_up.items() if other > n}
 
-    def _tidy(self, given_up: Collection[int] | None) -> None:
+    def _tidy(self, given_up: Collection[str] | None) -> None:
         """Remove what ``keep`` does not keep, and what belongs to no joint step. A failure harms no checkpoint."""
         try:
             with self._tidying:

@@ -253,7 +253,12 @@ def remove_steps(
 def _remove_members(root: Backend, step: Step) -> None:
     """What a step of several jobs has beside its record: the marks of its members, and the checkpoint of each."""
     name = directory_name(step)
-    root.delete_many([entry.path for entry in root.list_prefix(f"{name}/{MARKS}/")])
+    marks = [entry.path for entry in root.list_prefix(f"{name}/{MARKS}/")]
+    root.delete_many(marks)
+    # A member that saw the marks and no record may have put that once more. Who puts it from here on sees that there are none.
+    late = None if (data := read_record(root, f"{name}/")) is None else CommitRecord.from_bytes(data, _where(root, f"{name}/"))
+    if late is not None and any(path.startswith(f"{name}/{MARKS}/{late.generation}/") for path in marks):
+        root.delete(f"{name}/{COMMIT_PATH}")
     root.delete_many([f"{name}/{MARKS}/{_NOTHING}", f"{name}/{_NOTHING}"])
     for path, id in step.members.values():
         run = join_url(root.url, path.rpartition("/")[0])

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,12 +24,13 @@ from ckpt.cli.main import cli
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
-from ckpt.runs import joint
+from ckpt.runs import joint, removal
 from ckpt.runs.joint import JointRun
 from ckpt.runs.members import Generation, JointOutcome, MemberChanges, check_members, member_path
 from ckpt.runs.removal import remove_at
-from ckpt.runs.step_listing import list_steps
+from ckpt.runs.step_listing import Step, list_steps
 
 T = TypeVar("T")
 NAMES = ("trainer", "buffer", "rollouts")
@@ -61,10 +65,14 @@ def restored(runs: Sequence[JointRun], step: int | None = None) -> list[int | No
 
 def save(run: JointRun, n: int, value: float = 0.0) -> Callable[[], JointOutcome]:
     """A member commits its checkpoint of step ``n``; gives how to wait for the joint one."""
+    future = saving(run, n, value)
+    return lambda: future.result(60)
+
+
+def saving(run: JointRun, n: int, value: float = 0.0) -> Future[JointOutcome]:
     run.begin(n)
     report = ckpt.save(f"{run.root}/{member_path(run.member, n)}", {"w": torch.full((4,), n + value)})
-    future = run.prepared(n, report.id, 1, report.tensor_bytes)
-    return lambda: future.result(60)
+    return run.prepared(n, report.id, 1, report.tensor_bytes)
 
 
 def steps(root: str) -> list[int]:
@@ -231,6 +239,175 @@ def test_a_step_that_was_not_complete_never_comes_back(root: str) -> None:
         assert ckpt.open(f"{root}/{name}/step-00000020")["w"][...].eq(20.5).all()
 
 
+@pytest.mark.parametrize("stops", ["while it waits", "before it commits"])
+def test_a_member_that_stood_still_undoes_nothing_of_those_that_restarted_meanwhile(
+    stops: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, goes_on, stopped = members(root), threading.Event(), threading.Event()
+    restored(old)
+    assert {ended().given_up for ended in [save(run, 10) for run in old]} == {None}
+    if stops == "while it waits":  # and its deadline passes
+        monkeypatch.setattr(joint, "_polls", lambda end: (goes_on.wait(60) if turn else stopped.set() for turn in range(2)))
+        late = [saving(old[0], 20, 0.25)]
+        assert stopped.wait(60)
+        monkeypatch.undo()
+    else:
+        late = [saving(run, 20, 0.25) for run in old[:2]]
+        put = old[2]._put
+
+        def put_later(n: int, record: CommitRecord) -> CommitRecord:
+            stopped.set()
+            assert goes_on.wait(60)
+            return put(n, record)
+
+        for run in old:
+            monkeypatch.setattr(run, "_put", put_later)
+        late = [*late, saving(old[2], 20, 0.25)]
+        assert stopped.wait(60)
+    new = members(root)
+    assert restored(new) == [10] * 3
+    assert {ended().given_up for ended in [save(run, 20, 0.5) for run in new]} == {None}
+    before = record(root, 20)
+    goes_on.set()
+    for ended in late:
+        told = ended.exception(60)  # who is told by the record, and who by the generation, is chance
+        assert "restarted" in str(told or ended.result().given_up)
+    assert record(root, 20) == before, "what counts stays"
+    new[0].request(30)
+    old[0].request(25)
+    assert new[1].requested() == 30
+    assert old[0].retain(ckpt.policies.Latest(1)) == []
+    old[1].sweep()
+    assert steps(root) == steps(f"{root}/buffer") == [10, 20]
+    assert restored(members(root)) == [20] * 3
+
+
+@pytest.mark.parametrize("late", [2, 3])
+def test_a_member_that_stood_still_saves_no_step_again_that_a_later_process_has_saved(late: int, root: str) -> None:
+    """Step 2 is one that both go back behind; of step 3 the member hears when its save looks at what is there."""
+    state = {"w": torch.zeros(3)}
+    old, new = (ckpt.Checkpointer(root, member="trainer", members=("trainer",), timeout=20) for _ in range(2))
+    old.restore(state)
+    for n in (1, 2):
+        old.save(n, state)
+        old.wait()
+    old.restore(state, step=1)
+    new.restore(state, step=1)
+    state["w"] += 1
+    for n in (2, 3):
+        new.save(n, state)
+        new.wait()
+    state["w"] += 1
+    with pytest.raises(ConflictError, match="trainer restarted"):
+        old.save(late, state).result()
+    new.close()
+    with ckpt.Checkpointer(root, member="trainer", members=("trainer",), timeout=20) as again:
+        assert again.restore(state) == 3
+        assert again.restore(state, step=2) == 2
+    assert state["w"].eq(1).all()
+
+
+@pytest.mark.parametrize("moment", ["after it is removed", "while it is removed"])
+def test_a_step_that_retention_removes_is_not_committed_again_by_a_member_that_saw_its_marks(
+    moment: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, goes_on, stopped = members(root, NAMES[:2]), threading.Event(), threading.Event()
+    restored(runs)
+    monkeypatch.setattr(joint, "_SOON", -1.0)
+    run, last = runs
+    put = last._put
+
+    def put_later(n: int, record: CommitRecord) -> CommitRecord:
+        if n == 1:
+            stopped.set()
+            assert goes_on.wait(60)
+        return put(n, record)
+
+    monkeypatch.setattr(last, "_put", put_later)
+    first = [save(run, 1), save(last, 1)]
+    assert stopped.wait(60)
+    assert first[0]().given_up is None
+    committed = Path(root, "step-00000001", "checkpoint.json").read_bytes()
+    assert {ended().given_up for ended in [save(each, 2) for each in runs]} == {None}
+    if moment == "while it is removed":
+        remove = removal._remove_members
+
+        def put_between(backend: Backend, step: Step) -> None:
+            backend.put_if("step-00000001/checkpoint.json", committed, expected=None)
+            remove(backend, step)
+
+        monkeypatch.setattr(removal, "_remove_members", put_between)
+    assert [s.number for s in run.retain(ckpt.policies.Latest(1))] == [1]
+    assert not Path(root, "step-00000001", "checkpoint.json").exists()
+    goes_on.set()
+    assert first[1]().given_up is None
+    assert steps(root) == [2]
+    monkeypatch.undo()
+    run.retain(ckpt.policies.Latest(1))
+    assert not Path(root, "step-00000001", "checkpoint.json").exists()
+    assert restored(members(root, NAMES[:2])) == [2] * 2
+
+
+def test_clocks_that_are_days_apart_change_nothing(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is off by up to a day in either direction: no two members, and no two looks of one, agree."""
+    chance, now = random.Random(0), time.time_ns
+    monkeypatch.setattr("ckpt.formats.native.commit.time.time_ns", lambda: now() + chance.choice((-24, -1, 1, 24)) * 3600 * 10**9)
+    names, last = NAMES[:2], 0
+    for life in range(3):
+        runs = members(root, names)
+        assert restored(runs) == [last or None] * 2
+        for n in (last + 1, last + 2):
+            assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+        runs[0].retain(ckpt.policies.Latest(2))
+        late = save(runs[1], last + 3)  # of which the next life knows nothing
+        last += 2
+        assert steps(root) == [last - 1, last]
+        if life == 1:
+            Path(root, "joint.json").unlink()  # the next generation sorts after those before all the same
+        again = members(root, names)
+        assert restored(again) == [last] * 2
+        again[1].sweep()
+        assert steps(f"{root}/buffer") == [last - 1, last]
+        with suppress(ConflictError):
+            assert late().given_up is not None
+
+
+def test_members_that_disagree_about_the_step_or_the_leader_are_errors_by_name(root: str) -> None:
+    runs = members(root, NAMES[:2], timeout=1)
+    restored(runs)
+    ended = [save(runs[0], 10), save(runs[1], 11)]
+    assert [each().given_up for each in ended] == ["buffer did not save it within 1 s", "trainer did not save it within 1 s"]
+    assert steps(root) == []
+    JointRun(root, "buffer", ("buffer", "trainer"), 1).join()
+    with pytest.raises(ConflictError, match="here they are trainer, buffer, in joint.json buffer, trainer") as err:
+        JointRun(root, "trainer", ("trainer", "buffer"), 1).join()
+    assert "in the same order" in (err.value.hint or "")
+
+
+def test_a_checkpoint_of_another_run_or_none_in_the_place_of_a_member_is_an_error_by_name(root: str, tmp_path: Path) -> None:
+    for place in (root, str(tmp_path / "other")):
+        runs = members(place, NAMES[:2])
+        restored(runs)
+        assert {ended().given_up for ended in [save(run, 1) for run in runs]} == {None}
+    shutil.rmtree(f"{root}/buffer")
+    shutil.copytree(tmp_path / "other" / "buffer", f"{root}/buffer")
+    with pytest.raises(CorruptError, match="step-00000001: the checkpoint of buffer is another one: buffer/step-00000001"):
+        JointRun(root, "trainer", NAMES[:2], 5).join()
+    shutil.rmtree(f"{root}/buffer")
+    with pytest.raises(CorruptError, match="step-00000001: the checkpoint of buffer is gone: buffer/step-00000001"):
+        JointRun(root, "trainer", NAMES[:2], 5).join()
+    assert steps(f"{root}/trainer") == [1], "nothing is lost"
+
+
+def test_members_that_restart_at_once_agree_in_one_generation(root: str) -> None:
+    names = tuple(f"m{n}" for n in range(8))
+    for last in (None, 1):
+        runs = members(root, names)
+        assert restored(runs) == [last] * 8
+        assert len({run.check_present().id for run in runs}) == 1
+        assert {ended().given_up for ended in [save(run, (last or 0) + 1) for run in runs]} == {None}
+
+
 def test_going_back_is_a_branch_of_all_members(root: str) -> None:
     runs = members(root)
     restored(runs)
@@ -362,7 +539,7 @@ def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str) -> N
     assert {ended().given_up for ended in [save(run, 5) for run in runs]} == {None}
     assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2]
     for run in runs:
-        run.sweep([4])
+        run.sweep([s.id for s in list_steps(f"{root}/{run.member}") if s.number == 4 and s.id is not None])
         assert steps(f"{root}/{run.member}") == [3, 5]
     runs = members(root)
     assert restored(runs) == [5] * 3

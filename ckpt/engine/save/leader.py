@@ -152,7 +152,7 @@ class Leader:
         self.backend.prepare()
         self.previous = read_record(self.backend)
         self.replaced = id_in(self.previous)
-        earlier = None if self.options.earlier is None else self.options.earlier()
+        earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
         self.id = new_id(self.replaced, earlier, *(b.id for b in self.branches))
 
     @cached_property

@@ -88,8 +88,9 @@ class SaveOptions:
     staging: int | None = None
     metrics: Mapping[str, float] | None = None
     progress: ProgressCallback | None = None
-    earlier: Callable[[], str | None] | None = None
-    """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long."""
+    earlier: Callable[[str | None], str | None] | None = None
+    """Gives, on the leader, the id of a save that this one comes after, wherever that is; it must not take long. It hears the id of the one
+    that is replaced, and may refuse."""
     branches: Callable[[], Branches] | None = None
     """Gives, on the leader, the branches of the run that led to this save (``CommitRecord.branches``)."""
     base: SaveBase | None = None

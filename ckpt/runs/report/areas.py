@@ -9,7 +9,7 @@ from ckpt import units
 from ckpt.telemetry.spans import Span, SpanTable
 
 from .charts import Markup, colour_of, percent, short, tag
-from .heat import KindSize, LayerSize
+from .heat import LayerSize
 from .summary import SaveSummary, brief
 
 # The timeline of one save: for some ranks, what each thread did when. Pure.
@@ -233,25 +233,3 @@ def _worst(row: Sequence[float], side: float, aspect: float) -> float:
     return max(
         max(side * side * share * aspect / (total * total), total * total / (side * side * share * aspect)) for share in (row[0], row[-1])
     )
-
-
-def kind_bar(kinds: Sequence[KindSize]) -> Markup:
-    """All bytes in one bar."""
-    total = sum(kind.bytes for kind in kinds) or 1
-    marks, at = [], 0.0
-    for kind in kinds:
-        share = kind.bytes / total
-        about = f"{short(kind.kind, 48)}: {units.size(kind.bytes)}, {100 * share:.1f} %"
-        marks.append(
-            tag(
-                "rect",
-                tag("title", about),
-                x=percent(at),
-                y="0",
-                width=percent(share),
-                height="22",
-                class_=f"part {kind_colour(kind.kind)}",
-            )
-        )
-        at += share
-    return tag("svg", *marks, width="100%", height="22", role="img", aria_label="bytes by kind", class_="kinds")

@@ -86,9 +86,9 @@ class Detail:
     def page_bytes(self) -> int:
         """About how many bytes it takes in the page: cells of a table have words, those of a strip numbers, and a colour if they differ."""
         cells = [cell for row in self.heat.rows.values() for cell in row]
-        strips = sum(14 if cell is not None and cell.level == MIDDLE else 28 for cell in cells) if self.rows else 140 * len(cells)
+        ranks = sum(14 if cell is not None and cell.level == MIDDLE else 28 for cell in cells) if self.rows else 140 * len(cells)
         groups = sum(140 * len(row) for group in self.groups for row in group.heat.rows.values())
-        return strips + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 4_000
+        return ranks + groups + 260 * sum(len(lane.bars) for lane in self.times.lanes) + 4_000
 
 
 @dataclass(frozen=True, kw_only=True)

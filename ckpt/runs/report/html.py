@@ -112,9 +112,13 @@ def _sections(report: Report) -> Iterator[Markup]:
 
 def _anchors(saves: Sequence[SavedSpans]) -> dict[str, str]:
     """URL → the name that links lead to: that of the step, if each has one of its own."""
-    steps = [saved.step for saved in saves]
-    numbers = steps if None not in steps and len(set(steps)) == len(steps) else None
-    return {saved.url: f"step-{saved.step}" if numbers else f"save-{i + 1}" for i, saved in enumerate(saves)}
+    return {saved.url: f"step-{saved.step}" if _by_step(saves) else f"save-{i + 1}" for i, saved in enumerate(saves)}
+
+
+def _by_step(saves: Sequence[SavedSpans]) -> bool:
+    """Whether each is of a step of its own."""
+    steps = {saved.step for saved in saves}
+    return None not in steps and len(steps) == len(saves)
 
 
 def _loads(loads: Sequence[HistoryEvent]) -> Markup:
@@ -250,8 +254,7 @@ def _rate(saved: SavedSpans) -> float:
 
 def _panels(series: Sequence[Series], names: Sequence[str], anchors: Mapping[str, str]) -> Markup:
     """The lines of one run, or one of each of several runs."""
-    steps = [[saved.step for saved in run.saves] for run in series]
-    by_step = all(None not in mine and len(set(mine)) == len(mine) for mine in steps)
+    by_step = all(_by_step(run.saves) for run in series)
 
     def points(run: Series, name: str, figure: str) -> list[Point]:
         drawn = []
@@ -389,7 +392,7 @@ def _stored(detail: Detail) -> Iterator[Markup]:
         ]
         table = charts.table(("kind", ">bytes", ">share", ">tensors"), rows)
         about = "Kinds are taken from the names of tensors. Areas are in proportion to bytes."
-        yield _section(f"Stored in {_name(detail.saved)}", areas.kind_bar(detail.kinds), table, areas.tree_map(detail.layers), about=about)
+        yield _section(f"Stored in {_name(detail.saved)}", table, areas.tree_map(detail.layers), about=about)
 
 
 def _slowest(detail: Detail, anchor: str) -> Markup:
