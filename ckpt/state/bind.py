@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpt import units
 from ckpt.catalog import Catalog, job_tensors
 from ckpt.errors import MismatchError, StateError
 from ckpt.plan import tree
@@ -250,7 +251,7 @@ class _BindWalk(Binder):
         copies = [at for n in copies_of(module, parts) if n not in frozen and self.selection.wants(at := join(path, n))]
         if copies:
             raise StateError(
-                f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
+                f"the module's state_dict() gives copies of {units.plural(len(copies), 'tensor')}, which cannot be filled in place",
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
             )
