@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .needs import late_names
+from .needs import late_names, warn_of_other_owners
 from .settings import __version__
 
 if TYPE_CHECKING:
@@ -134,6 +134,9 @@ __all__ = ["__version__", *FACES, *_WHERE]
 
 if not TYPE_CHECKING:  # a checker would take every name for Any
     __getattr__ = late_names(__name__, {**{name: f".{name}:" for name in FACES}, **{name: f".{where}" for name, where in _WHERE.items()}})
+
+
+warn_of_other_owners(__file__)
 
 
 def __dir__() -> list[str]:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
+from os import listdir
+from os.path import dirname
 from sys import modules
 from typing import TYPE_CHECKING, Any, TypeVar
+from warnings import warn
 
 from .concurrency import gc_paused
 from .errors import UsageError
@@ -91,6 +94,8 @@ PLUGINS = {
 }
 """Group of entry points → what each of its entries is, and where the names of ckpt's own are, which come first."""
 _DISTRIBUTION = "ckpt-toolkit"
+REINSTALL = f"pip uninstall ckpt {_DISTRIBUTION}, then pip install {_DISTRIBUTION}"
+"""Both: the removal of one takes files of the other away."""
 
 
 def plugin_names(group: str) -> list[str]:
@@ -140,6 +145,14 @@ def other_owners() -> list[str]:
     modules = metadata.packages_distributions().get("ckpt", [])
     commands = [point.dist.name for point in metadata.entry_points(group="console_scripts", name="ckpt") if point.dist is not None]
     return sorted({*modules, *commands} - {_DISTRIBUTION})
+
+
+def warn_of_other_owners(init: str) -> None:
+    """Warn if the distribution ``ckpt`` is installed beside ``init``. ``import ckpt`` looks, so names of files have to do."""
+    others = [name for name in listdir(dirname(dirname(init))) if name.startswith("ckpt-") and name.endswith(".dist-info")]
+    if others:
+        other = others[0].removesuffix(".dist-info").replace("-", " ")
+        warn(f"{other} is installed, too: its modules and those of {_DISTRIBUTION} replace each other\n  try: {REINSTALL}", stacklevel=3)
 
 
 def _points(group: str) -> list[EntryPoint]:

@@ -140,13 +140,13 @@ class _ReaderGone(Exception):
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001  click's
     if not wanted or ctx.resilient_parsing:
         return
-    from ckpt.needs import installed_plugins, other_owners
+    from ckpt.needs import REINSTALL, installed_plugins, other_owners
 
     click.echo(f"ckpt {__version__}")
     for owner, added in installed_plugins().items():
         click.echo(printable(f"  {owner}: {', '.join(added)}"))
     for other in other_owners():
-        message = f"warning: {other} has a module or command ckpt, too: one hides the other\n  try: pip uninstall {other}"
+        message = f"warning: {other} has a module or command ckpt, too: one hides the other\n  try: {REINSTALL}"
         click.echo(printable(message), err=True)
     ctx.exit()
 

@@ -107,8 +107,25 @@ def test_the_source_distribution_has_documentation_and_examples(tmp_path: Path) 
     pages = {path.relative_to(ROOT).as_posix() for kind in ("*.md", "*.svg") for path in (ROOT / "docs").rglob(kind)}
     examples = {path.relative_to(ROOT).as_posix() for kind in ("*.py", "*.md") for path in (ROOT / "examples").rglob(kind)}
     assert len(sources) > 300 and len(pages) > 30 and len(examples) > 10
-    assert (sources | pages | examples | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "pyproject.toml"}) - names == set()
+    assert (
+        sources | pages | examples | {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md", "SECURITY.md", "pyproject.toml"}
+    ) - names == set()
     assert [name for name in names if name.startswith(("tests", "benchmarks"))] == []  # a part of the suite would be worse than none
+
+
+def test_another_distribution_with_the_same_modules_is_noticed(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    other = tmp_path / "ckpt-0.2.3.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: ckpt\nVersion: 0.2.3\n")
+    (other / "RECORD").write_text("ckpt/__init__.py,,\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import ckpt.cli.main; ckpt.cli.main.cli.main(['--version'])"
+    ran = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout.startswith("ckpt ")
+    assert "UserWarning: ckpt 0.2.3 is installed, too" in ran.stderr  # at import
+    assert "warning: ckpt has a module or command ckpt, too" in ran.stderr  # of --version
+    assert ran.stderr.count("try: pip uninstall ckpt ckpt-toolkit, then pip install ckpt-toolkit") == 2
 
 
 def test_the_wheel_works_far_from_the_sources(wheel: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckpt import units
 from ckpt.catalog import Catalog, job_tensors
 from ckpt.errors import MismatchError, StateError
 from ckpt.plan import tree
@@ -23,13 +24,12 @@ from ckpt.plan.tree_decoding import Node
 from . import lazy
 from .bind_optimizers import OptimizerBinder
 from .fsdp1 import reshard
-from .modules import copies_of, frozen_beside, is_frozen, is_offloaded, tensors_of
 from .named import NamedValues, is_named, merge, place, same_boxes
-from .optimizers import ParamNames, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import Sharded
 from .subclasses import is_wrapper
 from .targets import Binder, Binding, Setter, inline_only
+from .torch_objects import ParamNames, copies_of, frozen_beside, is_frozen, is_offloaded, names_in, params_of, refuse_zero, tensors_of
 from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of, values_in
 from .zero import EngineState, partition_again, refresh
 
@@ -251,7 +251,7 @@ class _BindWalk(Binder):
         copies = [at for n in copies_of(module, parts) if n not in frozen and self.selection.wants(at := join(path, n))]
         if copies:
             raise StateError(
-                f"the module's state_dict() gives copies of {len(copies)} tensors, which cannot be filled in place",
+                f"the module's state_dict() gives copies of {units.plural(len(copies), 'tensor')}, which cannot be filled in place",
                 where=f"tensor {copies[0]}",
                 hint="load into module.state_dict() itself, and give that to module.load_state_dict()",
             )

@@ -18,7 +18,7 @@ from ckpt.errors import CkptError, RankFailedError, UsageError
 from ckpt.needs import require_torch
 
 from .interrupts import INTERRUPTED
-from .output import Command, OneOf, Output
+from .output import Command, OneOf, Output, ParamType
 
 if TYPE_CHECKING:
     from ckpt.net.divided_work import DividedWork, TaskPart
@@ -63,7 +63,7 @@ def divisible(command: Command) -> Command:
     return command
 
 
-class PartOfArray(click.ParamType[tuple[int, int]]):
+class PartOfArray(ParamType):
     """``3/16`` as the tuple (3, 16)."""
 
     name = "part"

@@ -338,12 +338,12 @@ class Lines:
 # command needs is installed.
 
 if TYPE_CHECKING:
-    TextType = click.ParamType[str]
+    ParamType = click.ParamType[Any]
 else:
-    TextType = click.ParamType  # older versions of click have no type arguments
+    ParamType = click.ParamType  # click 8.1 and 8.2 have no type arguments
 
 
-class UrlType(TextType):
+class UrlType(ParamType):
     """A path or URL, as it is; a shell completes it as a path."""
 
     name = "url"
@@ -352,7 +352,7 @@ class UrlType(TextType):
         return [CompletionItem(incomplete, type="file")]
 
 
-class OneOf(TextType):
+class OneOf(ParamType):
     """One of several words. With ``open_ended`` other words pass too, such as the path of a file, and the words are only completed."""
 
     name = "choice"

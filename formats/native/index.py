@@ -38,7 +38,7 @@ from ckpt.text import parse_json
 from .checks import find_problem, node_problem
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
-from .tables import Ragged, flat, from_file, lists, to_file, too_little_memory
+from .tables import Ragged, column, from_file, lists, numbers, to_file, too_little_memory
 from .virtual import decode_extents, decode_sources, encode_extents
 
 # The last few results of something that takes long and often has the same outcome. Thread-safe.
@@ -157,7 +157,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
 
 def encode_files(rows: Sequence[DataFile]) -> bytes:
     """files.arrow with these rows."""
-    return to_file({f.name: pa.array([getattr(row, f.name) for row in rows], f.type) for f in _FILES}, _FILES)
+    return to_file({f.name: column([getattr(row, f.name) for row in rows], f.type) for f in _FILES}, _FILES)
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:
@@ -203,13 +203,13 @@ def _box_rows(grid: Grid) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict[str, pa.Array]:
     return {
-        "name": pa.array([t.name for t in tensors], pa.utf8()),
-        "dtype": pa.array([t.dtype.name for t in tensors], pa.utf8()),
-        "shape": pa.array([t.shape for t in tensors], _NUMBERS),
-        "logical": pa.array([t.logical for t in tensors], _NUMBERS),
-        "grid": pa.array(rows, pa.int32()),
-        "alias": pa.array([t.alias for t in tensors], pa.utf8()),
-        "rank": pa.array([t.rank for t in tensors], pa.int32()),
+        "name": column([t.name for t in tensors], pa.utf8()),
+        "dtype": column([t.dtype.name for t in tensors], pa.utf8()),
+        "shape": column([t.shape for t in tensors], _NUMBERS),
+        "logical": column([t.logical for t in tensors], _NUMBERS),
+        "grid": column(rows, pa.int32()),
+        "alias": column([t.alias for t in tensors], pa.utf8()),
+        "rank": column([t.rank for t in tensors], pa.int32()),
     }
 
 
@@ -217,31 +217,25 @@ def _encode_grids(grids: Sequence[Grid]) -> bytes:
     """grids.arrow; the column of anchors is there only if a chunk has one."""
     columns, schema = _grid_columns(grids), _GRIDS
     if any(grid.anchors is not None for grid in grids):
-        columns["anchors"], schema = _nullable([grid.anchors for grid in grids], np.int32), schema.append(_ANCHORS)
+        columns["anchors"], schema = _arrays([grid.anchors for grid in grids], pa.int32()), schema.append(_ANCHORS)
     return to_file(columns, schema)
 
 
-def _nullable(rows: Sequence[np.ndarray[Any, Any] | None], kind: type[np.int64] | type[np.int32]) -> pa.Array:
+def _arrays(rows: Sequence[np.ndarray[Any, Any] | None], kind: pa.DataType) -> pa.Array:
     """A column of lists, null for None."""
     there = [row for row in rows if row is not None]
-    return lists(pa.array(_joined(there, kind)), [0 if row is None else len(row) for row in rows], [row is None for row in rows])
+    joined = np.concatenate(there) if there else np.zeros(0, np.int64)
+    return lists(numbers(joined, kind), [0 if row is None else len(row) for row in rows], [row is None for row in rows])
 
 
 def _grid_columns(grids: Sequence[Grid]) -> dict[str, pa.Array]:
-    cuts = [g.cuts if g.cuts is not None else () for g in grids]
-    boxes = [_box_rows(g).ravel() if g.cuts is None else np.zeros(0, dtype=np.int64) for g in grids]
-    lengths = [len(c) for of_grid in cuts for c in of_grid]
-    inner = lists(flat((c for of_grid in cuts for c in of_grid), sum(lengths)), lengths)
-    files = [g.files for g in grids]
+    cuts = [() if g.cuts is None else g.cuts for g in grids]
+    inner = column([axis for of_grid in cuts for axis in of_grid], _NUMBERS)
     return {
         "cuts": lists(inner, [len(c) for c in cuts], [g.cuts is None for g in grids]),
-        "boxes": lists(pa.array(_joined(boxes, np.int64)), [len(b) for b in boxes], [g.cuts is not None for g in grids]),
-        "files": lists(pa.array(_joined(files, np.int32)), [len(f) for f in files]),
+        "boxes": _arrays([_box_rows(g).ravel() if g.cuts is None else None for g in grids], pa.int64()),
+        "files": _arrays([g.files for g in grids], pa.int32()),
     }
-
-
-def _joined(arrays: Sequence[np.ndarray[Any, Any]], kind: type[np.int64] | type[np.int32]) -> np.ndarray[Any, Any]:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=kind)
 
 
 def _encode_state(contents: Contents) -> bytes:

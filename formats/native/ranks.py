@@ -26,7 +26,7 @@ from ckpt.text import parse_json
 
 from .checks import node_problem, row_excess, tensor_problem
 from .paths import RANK_ROWS, RANK_TABLE
-from .tables import from_file, to_file, too_little_memory
+from .tables import column, from_file, integers, to_file, too_little_memory
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -78,9 +78,9 @@ def encode_ranks(rows: Mapping[int, bytes]) -> dict[str, bytes]:
     """The two index files, of the rows by rank."""
     ranks = sorted(rows)
     columns = {
-        "rank": pa.array(ranks, pa.int32()),
-        "length": pa.array([len(rows[r]) for r in ranks], pa.int64()),
-        "digest": pa.array([xxhash.xxh3_64_intdigest(rows[r]) for r in ranks], pa.uint64()),
+        "rank": column(ranks, pa.int32()),
+        "length": column([len(rows[r]) for r in ranks], pa.int64()),
+        "digest": column([xxhash.xxh3_64_intdigest(rows[r]) for r in ranks], pa.uint64()),
     }
     return {RANK_TABLE: to_file(columns, _TABLE), RANK_ROWS: b"".join(rows[r] for r in ranks)}
 
@@ -88,7 +88,7 @@ def encode_ranks(rows: Mapping[int, bytes]) -> dict[str, bytes]:
 def decode_ranks(data: bytes, where: str) -> RankRows:
     """Where the row of each rank is. Raises CorruptError if it cannot be read."""
     columns = from_file(data, _TABLE, where)
-    ranks, lengths, digests = (columns[n].to_numpy(zero_copy_only=False) for n in _TABLE.names)
+    ranks, lengths, digests = (integers(columns[n]) for n in _TABLE.names)
     stops = np.cumsum(lengths, dtype=np.int64)  # below 0 where it overflows
     if (np.diff(ranks) <= 0).any() or (len(ranks) and (ranks[0] < 0 or lengths.min() < 0 or stops.min() < 0)):
         raise CorruptError("the ranks do not increase, or a row has no length that can be", where=where, hint="`ckpt rebuild`")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
@@ -124,7 +124,7 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
                 raise ValueError(f"the column {f.name} is {column.type}, not {f.type}")
             if column.type != f.type:
                 column = column.cast(f.type)  # imports all of pyarrow.compute
-            chunks = column.chunks or [pa.array([], f.type)]
+            chunks = column.chunks or [pa.nulls(0, f.type)]
             columns[f.name] = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
     except MemoryError as err:  # pa.ArrowMemoryError is one
         raise too_little_memory(len(data), where) from err
@@ -164,17 +164,55 @@ def _null_inside(column: pa.Array) -> bool:
     return bool(items.null_count) or _null_inside(items)
 
 
-def lists(values: pa.Array, lengths: Sequence[int], nulls: Sequence[bool] | None = None) -> pa.Array:
+# Columns are made of their buffers and read from them: `pa.array` and `to_numpy` import all of pandas where it is installed, and numpy's
+# masked arrays, which costs a job's first save half a second.
+
+
+def column(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """What ``pa.array(values, kind)`` is, of integers, texts, or lists of integers; None is null."""
+    nulls = [value is None for value in values]
+    if pa.types.is_list(kind):
+        lengths = [0 if value is None else len(value) for value in values]
+        rows = (value for value in values if value is not None)
+        return lists(numbers(np.fromiter(chain.from_iterable(rows), np.int64, sum(lengths)), kind.value_type), lengths, nulls)
+    if not pa.types.is_string(kind):
+        wide = np.uint64 if kind == pa.uint64() else np.int64
+        return numbers(np.fromiter((0 if value is None else value for value in values), wide, len(values)), kind, nulls)
+    texts = [b"" if value is None else value.encode() for value in values]
+    buffers = [_bits(nulls), pa.py_buffer(_offsets([len(text) for text in texts])), pa.py_buffer(b"".join(texts))]
+    return pa.Array.from_buffers(kind, len(values), buffers)
+
+
+def numbers(values: npt.NDArray[Any], kind: pa.DataType, nulls: Sequence[bool] = ()) -> pa.Array:
+    """An array of integers; raises OverflowError if one does not fit ``kind``."""
+    narrow = np.ascontiguousarray(values, dtype=str(kind))
+    if narrow.dtype != values.dtype and not np.array_equal(narrow, values):
+        raise OverflowError(f"a number of an index does not fit {kind}")
+    return pa.Array.from_buffers(kind, len(values), [_bits(nulls), pa.py_buffer(narrow)])
+
+
+def lists(values: pa.Array, lengths: Sequence[int], nulls: Sequence[bool] = ()) -> pa.Array:
     """A list column over flat ``values``: row i has ``lengths[i]`` of them, or is null where ``nulls[i]``."""
-    ends = np.cumsum(np.asarray(lengths, dtype=np.int64))
-    absent = None if nulls is None else np.array([*nulls, False])  # no `cast` and no mask of lists: they import all of pyarrow.compute
-    offsets = pa.array(np.concatenate([np.zeros(1, np.int64), ends]), pa.int32(), mask=absent)
-    return pa.ListArray.from_arrays(offsets, values)
+    kind, buffers = pa.list_(values.type), [_bits(nulls), pa.py_buffer(_offsets(lengths))]
+    return pa.Array.from_buffers(kind, len(lengths), buffers, children=[values])
 
 
-def flat(rows: Iterable[Iterable[int]], count: int) -> pa.Array:
-    """An int64 array of all ``count`` numbers of ``rows``, one row after another."""
-    return pa.array(np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=count))
+def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int32]:
+    ends = np.cumsum(np.asarray([0, *lengths], dtype=np.int64))
+    if ends[-1] > np.iinfo(np.int32).max:
+        raise OverflowError(f"a column of an index has {ends[-1]:,} bytes or entries")
+    return ends.astype(np.int32)
+
+
+def _bits(nulls: Sequence[bool]) -> pa.Buffer | None:
+    """Arrow's bitmap of what is there; None if all is."""
+    return pa.py_buffer(np.packbits(~np.asarray(nulls, dtype=np.bool_), bitorder="little")) if any(nulls) else None
+
+
+def integers(array: pa.Array) -> npt.NDArray[Any]:
+    """The integers of an array without nulls, in its memory."""
+    end = array.offset + len(array)
+    return np.frombuffer(array.buffers()[1], dtype=str(array.type), count=end)[array.offset :] if end else np.zeros(0, str(array.type))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,8 +226,8 @@ class Ragged:
 
     @classmethod
     def of(cls, column: pa.Array) -> Ragged:
-        flat = np.zeros(0) if pa.types.is_list(column.values.type) else column.values.to_numpy(zero_copy_only=False)
-        return cls(offsets=column.offsets.to_numpy(zero_copy_only=False), nulls=_nulls(column), values=flat)
+        flat = np.zeros(0) if pa.types.is_list(column.values.type) else integers(column.values)
+        return cls(offsets=integers(column.offsets), nulls=_nulls(column), values=flat)
 
     def __len__(self) -> int:
         return len(self.nulls)

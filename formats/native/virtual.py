@@ -23,7 +23,7 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .commit import VERSION, CommitRecord
 from .paths import EXTENTS, SOURCES, is_digest
-from .tables import from_file, to_file
+from .tables import column, from_file, to_file
 
 # sources.arrow and extents.arrow: what a virtual checkpoint has in the place of data files (docs/format.md §11).
 
@@ -59,12 +59,12 @@ def encode_extents(contents: Contents) -> dict[str, bytes]:
     # of its tensor nor the number of its chunk. Data files need no such table, since their headers say where chunks
     # lie.
     columns = {
-        "offset": pa.array([e.offset for e in rows], pa.int64()),
-        "length": pa.array([e.length for e in rows], pa.int64()),
-        "digest": pa.array([e.digest for e in rows], pa.utf8()),
-        "strides": pa.array([strides_of(e.codec) for e in rows], pa.list_(pa.int64())),
+        "offset": column([e.offset for e in rows], pa.int64()),
+        "length": column([e.length for e in rows], pa.int64()),
+        "digest": column([e.digest for e in rows], pa.utf8()),
+        "strides": column([strides_of(e.codec) for e in rows], pa.list_(pa.int64())),
     }
-    sources = {f.name: pa.array([getattr(s, f.name) for s in contents.sources], f.type) for f in _SOURCES}
+    sources = {f.name: column([getattr(s, f.name) for s in contents.sources], f.type) for f in _SOURCES}
     return {SOURCES: to_file(sources, _SOURCES), EXTENTS: to_file(columns, _EXTENTS)}
 
 

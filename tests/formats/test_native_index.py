@@ -16,7 +16,8 @@ from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.formats.native.checks import MAX_DEPTH, node_problem
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.formats.native.tables import Ragged
+from ckpt.formats.native.tables import Ragged, integers, to_file
+from ckpt.formats.native.tables import column as column_of
 from tests.box_strategies import grids, shapes
 from tests.formats.native_sample import NAMES
 
@@ -366,3 +367,31 @@ def test_nulls_of_a_list_column_wherever_it_begins(count: int, skipped: int) -> 
     for each in (rows, [r or [] for r in rows]):
         column = pa.array(each, pa.list_(pa.int64())).slice(skipped)
         assert Ragged.of(column).nulls.tolist() == [r is None for r in each[skipped:]]
+
+
+CELLS = {
+    pa.int32(): st.integers(-(2**31), 2**31 - 1),
+    pa.int64(): st.integers(-(2**63), 2**63 - 1),
+    pa.uint64(): st.integers(0, 2**64 - 1),
+    pa.utf8(): st.text(st.characters(exclude_categories=["Cs"]), max_size=9),
+    pa.list_(pa.int64()): st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
+    pa.list_(pa.int32()): st.lists(st.integers(0, 2**31 - 1), max_size=3),
+}
+
+
+@pytest.mark.parametrize("kind", CELLS, ids=str)
+@given(st.data())
+def test_a_column_is_what_arrow_makes_of_its_values(kind, data):
+    """In the bytes of the file, too: where nulls are, and what lies under them."""
+    values = data.draw(st.lists(st.none() | CELLS[kind], max_size=20))
+    made, wanted, schema = column_of(values, kind), pa.array(values, kind), pa.schema([pa.field("x", kind)])
+    made.validate(full=True)
+    assert made.equals(wanted) and to_file({"x": made}, schema) == to_file({"x": wanted}, schema)
+    if pa.types.is_integer(kind) and None not in values:
+        assert integers(made.slice(len(made) // 2)).tolist() == values[len(made) // 2 :]
+
+
+@pytest.mark.parametrize(("value", "kind"), [(2**31, pa.int32()), (2**63, pa.int64()), ([2**31], pa.list_(pa.int32()))], ids=str)
+def test_a_number_that_does_not_fit_a_column_is_an_error(value, kind):
+    with pytest.raises(OverflowError):
+        column_of([value], kind)

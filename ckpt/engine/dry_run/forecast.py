@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from ckpt import settings
+from ckpt import settings, units
 from ckpt.catalog import Extent
 from ckpt.concurrency import run_tasks
 from ckpt.engine.digest_reader import PAGE, SPARE, DigestReader
@@ -259,7 +259,7 @@ def rate_of_loads(url: str) -> TransferRate | None:
     for entry in reversed(entries):
         rate = _rate(entry.tables, ("read", "verify", "decode", "copy", "exchange"), "read")
         if rate is not None:
-            return TransferRate(bytes_per_second=rate, measured=f"the run's log: a load by {entry.ranks} ranks")
+            return TransferRate(bytes_per_second=rate, measured=f"the run's log: a load by {units.plural(entry.ranks, 'rank')}")
     return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt import units
 from ckpt.catalog import Catalog, DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
@@ -168,7 +169,7 @@ def check_native_files(catalog: NativeCatalog, problems: list[Problem]) -> froze
 
 
 def _with_loss(problem: Problem, chunks: int) -> Problem:
-    return Problem(kind=problem.kind, file=problem.file, message=f"{problem.message}; its {chunks} chunks were not checked")
+    return Problem(kind=problem.kind, file=problem.file, message=f"{problem.message}; not checked: {units.plural(chunks, 'chunk')} in it")
 
 
 def _check_size(backend: Backend, file: DataFile) -> Problem | None:
