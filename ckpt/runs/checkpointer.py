@@ -168,7 +168,7 @@ class Checkpointer:
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if memory is not None:
             self._memory = SaveSchedule(memory.every, self._group, self._timeout, signals)
-        self._lineage = Lineage(self._tiers.later.look)
+        self._lineage = Lineage(self._tiers.later.look, lambda n, why: self._reporter.alert("unrestored", n, self._place(n), why))
         behind = local is not None and memory is None
         self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
         self._tiers.report_to(self._reporter, self._on_published)
