@@ -27,7 +27,7 @@ from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import All, EverySteps, Latest
 from ckpt.runs.checkpointer import Checkpointer, job_of
 from ckpt.state.collect import Fenced
-from ckpt.state.modules import copies_of, tensors_of
+from ckpt.state.torch_objects import copies_of, tensors_of
 from ckpt.state.walk import PerRank
 
 from .reading import agreed_latest
