@@ -302,7 +302,8 @@ class JointRun:
                 return
             except ConflictError:
                 self._wanted, values = self._request()
-                if str(values.get("generation")) > self.check_present().id:
+                leading = values.get("generation")
+                if isinstance(leading, str) and leading > self.check_present().id:
                     return  # it is another process that leads now
 
     def requested(self) -> int | None:
