@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -146,6 +147,7 @@ def main() -> int:
     parser.add_argument("--set", action="append", choices=SETS, dest="sets", help="dependencies; repeatable (default: all)")
     parser.add_argument("--without-torch", action="store_true", help="only what needs no torch: minutes instead of an hour")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was made is removed
     commit = run("git", "rev-parse", "--short=12", "HEAD", cwd=ROOT).strip()
     kept = ROOT / "build" / "release" / f"{commit}.json"
     rows: dict[str, list[str]] = json.loads(kept.read_text()) if kept.exists() else {}
