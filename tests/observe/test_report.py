@@ -306,6 +306,13 @@ def test_runs_lie_over_each_other_in_one_colour_each(tmp_path: Path) -> None:
             page_of(*urls)
 
 
+def test_checkpoints_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    urls = [save(tmp_path / run / name, {0: row(("write", 0, 1, MIB))}) for run in ("a", "b") for name in ("final", "step-1")]
+    heads = [[th.text for th in parse(page_of(*some)).all("thead")[-1].all("th")][1:] for some in (urls[:2], urls[::2], urls[1::2], urls)]
+    same = [["a/final", "b/final"], ["a/step-1", "b/step-1"]]
+    assert heads == [["final", "step 1"], *same, ["a/final", "a/step-1", "b/final", "b/step-1"]]
+
+
 @pytest.mark.parametrize("ranks", [8, 64, 320])
 def test_a_step_takes_no_more_of_the_page_than_planned(tmp_path: Path, ranks: int) -> None:
     random = np.random.default_rng(ranks)
