@@ -33,7 +33,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Any
 
-from ckpt.errors import ConflictError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.awaited import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import (
     COMMIT_PATH,
@@ -192,9 +192,9 @@ class JointRun:
             if s.number is None or (step is not None and s.number != step):
                 continue
             check_release([s])
-            if s not in steps:
+            if s not in steps and not s.damaged:
                 continue
-            problem = seen.refused.get(s.id or "") or self._problem(s.members)
+            problem = s.reason or seen.refused.get(s.id or "") or self._problem(s.members)
             if problem is not None:
                 log.warning("%s is passed over: %s", s.url, problem)
                 failed.append(f"{directory_name(s)}: {problem}")
