@@ -342,8 +342,10 @@ def run(
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
     check_flags(dry_run=dry_run)
-    if not isinstance(part, tuple | DividedWork | None):
-        raise UsageError(f"part= is the number of this process and how many there are, not {part!r}", hint="part=(0, 4)")
+    if part is not None and not isinstance(part, DividedWork):
+        pair = isinstance(part, tuple) and len(part) == 2 and all(isinstance(n, int) for n in part)
+        if not (pair and 0 <= part[0] < part[1]):
+            raise UsageError(f"part= is the number of this process, from 0, and how many there are, not {part!r}", hint="part=(0, 4)")
     if not dry_run and isinstance(part, DividedWork):
         plan, counts = write_divided(conversion, part, progress)
     else:

@@ -495,11 +495,15 @@ class JointRun:
             raise self._restarted(self._read()[1])
 
     def _generations(self) -> set[str]:
-        """Those that have left something in this run, of which ``joint.json`` may be gone. What begins has to sort after them."""
-        numbers = [s.number for s in self.steps() if s.number is not None]
-        marks = {name.rstrip("/") for n in numbers for name in self._backend.list_dir(f"{step_name(n)}/{MARKS}")}
-        records = [record for n in numbers if (record := self._record(n)) is not None]
-        return {id for id in (*marks, *(r.generation for r in records), *(r.id for r in records)) if id}
+        """Those that have left something in this run, of which ``joint.json`` may be gone. What begins has to sort after them. A damaged
+        record counts for nothing here: it hides no other step."""
+        ids: set[str | None] = set()
+        for n in [s.number for s in self.steps() if s.number is not None]:
+            ids |= {name.rstrip("/") for name in self._backend.list_dir(f"{step_name(n)}/{MARKS}")}
+            with suppress(CorruptError, FormatError):
+                record = self._record(n)
+                ids |= {record.generation, record.id} if record is not None else set()
+        return {id for id in ids if id}
 
     def _swap(self, before: bytes | None, after: Generation) -> bool:
         try:

@@ -591,6 +591,8 @@ def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
     path.write_bytes(path.read_bytes().replace(b"trainer/", b"traiter/"))
     assert [(s.number, s.committed, s.damaged) for s in list_steps(root)] == [(1, True, False), (2, False, True)]
     assert restored(members(root)) == [1] * 3
+    Path(root, "joint.json").unlink()
+    assert restored(members(root)) == [1] * 3
     assert record(root, 1).features == ("members",)
 
 
