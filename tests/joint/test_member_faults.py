@@ -20,7 +20,7 @@ NAMES = ("trainer", "buffer", "rollouts")
 
 
 class Cut(FaultyProcess):
-    """The storage as one member sees it. From the moment that ``when`` is true of an operation, before it or ``after`` it, none succeeds."""
+    """The storage as one member sees it. Once ``when`` is true of an operation, before it or ``after`` it, none succeeds."""
 
     when: Callable[[str], bool] = staticmethod(lambda what: False)
     after = cut = False
