@@ -223,6 +223,7 @@ class Checkpointer:
         Raises:
             NotFoundError: ``step`` is not there; or ``begin_from`` is not.
             CorruptError: the checkpoint of ``step`` is damaged, or all are.
+            FormatError: another release wrote the newest one: going back behind it would lose what it has.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.

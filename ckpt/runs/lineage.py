@@ -37,7 +37,7 @@ def _last(run: Sequence[Step]) -> int:
 
 
 def _forked(branches: Branches, after: int, run: Iterable[Step]) -> Branches:
-    ids = [id for s in run for id in (s.id, *(b.id for b in s.branches)) if id is not None]
+    ids = [id for s in run for id in (s.id, s.other_release, *(b.id for b in s.branches)) if id is not None]
     known = max((*ids, *(b.id for b in branches)), default=None)
     return (*(b for b in branches if b.after <= after), Branch(new_id(known), after))
 

@@ -214,7 +214,11 @@ class ExportTransaction:
 def check_replaceable(url: str, backend: Backend) -> None:
     """Raise UsageError where exports cannot be replaced, whether one is there or not: callers ask before a run, not at its end."""
     if not backend.shares_files:
-        raise UsageError("what is on this storage cannot be replaced", where=url, hint="export to a directory or object storage")
+        raise UsageError(
+            "what is on this storage cannot be replaced",
+            where=url,
+            hint="a directory or s3:// can be replaced; elsewhere export to a new URL",
+        )
 
 
 def _shared(backend: Backend, file: OutputFile, token: str | None = None) -> SharedObject:

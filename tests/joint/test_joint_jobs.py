@@ -19,11 +19,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import ConflictError, CorruptError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, UsageError
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
 from tests.api.checked import empty_directory
+from tests.failures.damage import change_record
 from tests.joint.campaign import WAYS
 from tests.joint.campaign import campaign as toy_run
 
@@ -211,6 +212,32 @@ def test_data_that_a_member_finds_damaged_moves_it_to_the_step_before(root: str)
         assert state["w"].eq(1).all()
     with one_member(root) as c, pytest.raises(CorruptError):
         c.restore(state, step=2)
+
+
+@pytest.mark.parametrize("place", ["trainer/step-00000002", "step-00000002"])
+@pytest.mark.parametrize("change", [{"version": 2}, {"features": ["members", "later"]}])
+def test_what_a_later_release_saved_is_an_error_by_name_and_nobody_goes_back_behind_it(
+    place: str, change: dict[str, Any], root: str
+) -> None:
+    state = {"w": torch.zeros(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        for n in (1, 2):
+            state["w"] += 1
+            c.save(n, state)
+            c.wait()
+    change_record(Path(root, place), **change)
+    with one_member(root) as c:
+        for step in (None, 2):
+            with pytest.raises(FormatError, match="not known"):
+                c.restore(state, step=step)
+            assert Path(root, place, "checkpoint.json").exists()
+        assert c.restore(state, step=1) == 1, "who says so gives up what it has"
+        c.save(3, state)
+        c.wait()
+    with one_member(root) as c:
+        assert c.restore(state) == 3
+    assert list_steps(root)[1].abandoned == 1, "the branch that was written last is without it"
 
 
 def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> None:

@@ -594,6 +594,9 @@ def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
     Path(root, "joint.json").unlink()
     assert restored(members(root)) == [1] * 3
     assert record(root, 1).features == ("members",)
+    remove_at(f"{root}/step-00000001")
+    with pytest.raises(CorruptError, match="no joint step is whole: step-00000002: .*damaged"):
+        JointRun(root, "trainer", NAMES, 5).join()
 
 
 def ckpt_command(*arguments: str) -> Result:
