@@ -174,6 +174,8 @@ class Checkpointer:
         self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
+            if self._tiers.uploader is not None:
+                self._tiers.uploader.check = self._joint.check_not_restarted
         leads = self._group.rank == self._group.leader
         self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
         self._patience = self._timeout if publish_timeout is None else publish_timeout
@@ -495,8 +497,8 @@ class Checkpointer:
     def _earlier(self, n: int, replaced: str | None) -> str | None:
         """The id of a save that the one of step ``n`` comes after, beside that which it has ``replaced``."""
         earlier = self._tiers.later.earlier(n) if self._tiers.uploader is not None else None
-        if self._joint is not None:
-            self._joint.check_replaces(replaced or earlier)
+        if self._joint is not None and (replaced is not None or earlier is not None):
+            self._joint.check_not_restarted()
         return earlier
 
     def _on_durable(self, n: int, durable: Future[SaveReport]) -> None:

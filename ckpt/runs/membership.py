@@ -109,11 +109,10 @@ class Membership:
         if self.leads:  # training does not wait for it
             threading.Thread(target=ask, name="ckpt-joint", daemon=True).start()
 
-    def check_replaces(self, id: str | None) -> None:
-        """That this process may replace the checkpoint ``id`` of the step that it is about to save. If a later process of this member saves
-        that step after this look, their commits conflict."""
-        if id is not None:
-            self._run.check_not_restarted()
+    def check_not_restarted(self) -> None:
+        """That this process may replace or publish a checkpoint. If a later process of this member does so after this look, their commits
+        conflict."""
+        self._run.check_not_restarted()
 
     def failed(self) -> None:
         if self._on_leader:

@@ -55,6 +55,8 @@ class Uploader:
         self.published: Callable[[int, str, str | None], object] = lambda step, url, id: None
         self.failed: Callable[[int | None, BaseException], object] = lambda step, error: None
         """Told on the leader of what was published, and of tries that failed."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises, on the leader and right before a commit, if another process has taken this job's place."""
         self._tiers = tiers
         self._group = group.apart()
         self._timeout = timeout
@@ -195,6 +197,7 @@ class Uploader:
     def _commit(self, rows: dict[int, Row]) -> None:
         assert self._transfer is not None
         self._transfer.made_room = any(row["made_room"] for row in rows.values())
+        self.check()
         self._transfer.commit()
 
     # ---- on every rank

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import ConflictError, CorruptError, FormatError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, StorageError, UsageError
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
@@ -212,6 +213,34 @@ def test_data_that_a_member_finds_damaged_moves_it_to_the_step_before(root: str)
         assert state["w"].eq(1).all()
     with one_member(root) as c, pytest.raises(CorruptError):
         c.restore(state, step=2)
+
+
+def test_what_a_member_that_stood_still_has_on_its_disk_replaces_nothing_of_a_later_process(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, state = threading.Event(), {"w": torch.zeros(3)}
+    old = one_member(root, local=tmp_path / "old", publish_timeout=0.5)
+    old.restore(state)
+    old.save(1, state)
+    old.wait()
+    uploader = old._tiers.uploader
+    assert uploader is not None
+    choose = uploader._choose
+    monkeypatch.setattr(uploader, "_choose", lambda: choose() if goes_on.wait(60) else None)
+    now = time.time_ns
+    with monkeypatch.context() as patch:  # its clock is ahead, so its save counts as the later one
+        patch.setattr("ckpt.formats.native.commit.time.time_ns", lambda: now() + 24 * 3600 * 10**9)
+        old.save(2, state).result()
+    with one_member(root, local=tmp_path / "new") as new:
+        assert new.restore(state) == 1
+        state["w"] += 1
+        new.save(2, state)
+    goes_on.set()
+    with pytest.raises(StorageError, match="could not be published: trainer restarted"):
+        old.close()
+    state["w"] += 1
+    with one_member(root) as again:
+        assert again.restore(state) == 2 and state["w"].eq(1).all()
 
 
 @pytest.mark.parametrize("place", ["trainer/step-00000002", "step-00000002"])
