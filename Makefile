@@ -12,7 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST_ARGS ?=
-# make matrix: the oldest dependencies have wheels for Python 3.10 and 3.11
+# make matrix
 PYTHON_OLDEST ?= $(PYTHON)
 PYTHON_NEWEST ?= $(PYTHON)
 # what the versions of torch and of dependencies decide, without servers, command lines and long waits
@@ -134,7 +134,7 @@ dlio: venv .dlio/.installed
 trainers: venv
 	$(BIN)/python -m tests.trainers $(TRAINERS_ARGS)
 
-# what would be published, in clean environments. make release-check RELEASE_ARGS='--set oldest --torch-on python3.10'
+# what would be published, in clean environments, one after another; 5 GB each, as for make matrix. make release-check RELEASE_ARGS='--python python3.10 --set oldest'
 release-check: venv
 	$(BIN)/python -m tests.release $(RELEASE_ARGS)
 

@@ -149,7 +149,11 @@ def other_owners() -> list[str]:
 
 def warn_of_other_owners(init: str) -> None:
     """Warn if the distribution ``ckpt`` is installed beside ``init``. ``import ckpt`` looks, so names of files have to do."""
-    others = [name for name in listdir(dirname(dirname(init))) if name.startswith("ckpt-") and name.endswith(".dist-info")]
+    try:
+        names = listdir(dirname(dirname(init)))
+    except OSError:  # an archive of modules, or a directory that may not be listed
+        return
+    others = [name for name in names if name.startswith("ckpt-") and name.endswith(".dist-info")]
     if others:
         other = others[0].removesuffix(".dist-info").replace("-", " ")
         warn(f"{other} is installed, too: its modules and those of {_DISTRIBUTION} replace each other\n  try: {REINSTALL}", stacklevel=3)

@@ -162,8 +162,7 @@ def _copy(
     require_torch("`ckpt cp` of a virtual checkpoint")
     from ckpt.converters.convert import convert
 
-    part = (0, 1) if work is None else work
-    made = convert(source, target, to="native", part=part, threads=threads, progress=progress, dry_run=dry_run)
+    made = convert(source, target, to="native", part=work, threads=threads, progress=progress, dry_run=dry_run)
     return CopyReport(
         source=source,
         target=target,

@@ -70,7 +70,7 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
                     f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
                     hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
                 )
-        plans.append(conversion.begin((0, 1)))
+        plans.append(conversion.begin(None))
         left = conversion.missing(plans[0])
         if left and len(left) < work.count:
             text = "%d of %d processes have nothing to write: %d files are left. Smaller ones (--shard-size) divide better"
@@ -263,7 +263,7 @@ def convert(
     url: str | os.PathLike[str],
     *,
     to: str,
-    part: Part = (0, 1),
+    part: Part | None = None,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
     **options: Unpack[ConvertKeywords],
@@ -333,7 +333,7 @@ def run(
     conversion: Conversion,
     *,
     source: str,
-    part: Part = (0, 1),
+    part: Part | None = None,
     progress: ProgressCallback | None = None,
     dry_run: bool = False,
     repair: RepairReport | None = None,
@@ -342,12 +342,14 @@ def run(
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
     check_flags(dry_run=dry_run)
-    if not isinstance(part, tuple | DividedWork):
-        raise UsageError(f"part= is the number of this process and how many there are, not {part!r}", hint="part=(0, 4)")
-    if not dry_run and not isinstance(part, tuple):
+    if part is not None and not isinstance(part, DividedWork):
+        pair = isinstance(part, tuple) and len(part) == 2 and all(isinstance(n, int) for n in part)
+        if not (pair and 0 <= part[0] < part[1]):
+            raise UsageError(f"part= is the number of this process, from 0, and how many there are, not {part!r}", hint="part=(0, 4)")
+    if not dry_run and isinstance(part, DividedWork):
         plan, counts = write_divided(conversion, part, progress)
     else:
-        plan = conversion.look() if dry_run or not isinstance(part, tuple) else conversion.begin(part)
+        plan = conversion.look() if dry_run or isinstance(part, DividedWork) else conversion.begin(part)
         missing, read, finished = conversion.missing(plan), 0, False
         if not dry_run:
             try:

@@ -115,7 +115,7 @@ def merge(
     *,
     allow_nan: bool = False,
     to: str = "hf",
-    part: Part = (0, 1),
+    part: Part | None = None,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
     **options: Unpack[MergeKeywords],

@@ -268,7 +268,7 @@ def merge(
     copy: Sequence[str] = (),
     allow_nan: bool = False,
     to: str = "native",
-    part: Part = (0, 1),
+    part: Part | None = None,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
     **options: Unpack[MergeKeywords],

@@ -196,6 +196,11 @@ class Backend(Protocol):
         """How the storage is used best."""
         return IOHints()
 
+    @property
+    def shares_files(self) -> bool:
+        """Whether ``create_shared`` gives objects: several processes can write one, and it can take the place of another."""
+        return False
+
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``, or all from ``offset`` to the end.
 

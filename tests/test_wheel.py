@@ -145,3 +145,8 @@ def test_the_wheel_works_far_from_the_sources(wheel: Path, tmp_path: Path) -> No
     assert version.startswith("ckpt ")
     assert len(files) > 10
     assert [path for path in files if not path.startswith(f"{target}/ckpt/")] == []
+    code = (
+        f"import sys; sys.path.insert(0, {str(wheel)!r}); import ckpt; print(ckpt.__file__)"  # from an archive, as applications bundle it
+    )
+    ran = subprocess.run([sys.executable, "-I", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.stdout.startswith(str(wheel)), ran.stderr

@@ -137,7 +137,7 @@ class View(Mapping[str, StoredTensor]):
             prefix = f"{payload}." if payload else ""
             return _Tensors({n[len(prefix) :]: self[n] for n in job_tensors(self._catalog) if n.startswith(prefix)})
         if kind == "$inline":
-            from ckpt.state.optimizers import decode_inline
+            from ckpt.state.torch_objects import decode_inline
 
             return decode_inline(payload)
         if kind == "$param_groups":

@@ -19,6 +19,7 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest
+from ckpt.runs.checkpointer import job_of
 from ckpt.text import url_text
 from ckpt.training import Generators, LoaderState
 
@@ -56,18 +57,30 @@ class AcceleratorCheckpoints:
         numbered = output_dir is None or naming.automatic_checkpoint_naming
         url = run.url(naming.iteration) if numbered else url_text(output_dir or "")
         run.wait()
-        if numbered and committed_id(open_backend(url)) is not None:
-            hint = "accelerator.load_state() goes on from the newest; ProjectConfiguration(iteration=...) sets the number of the next save"
-            raise ConflictError("there is a checkpoint of this number", where=url, hint=hint)
-        for hook in self.accelerator._save_model_state_pre_hook.values():  # without weights, as accelerate calls it with FSDP
-            if is_file_system(url):
-                os.makedirs(url, exist_ok=True)
-            hook(self.accelerator._models, [], url)
-        if numbered:
-            run.save(naming.iteration, self.state())
-        else:
-            run.save_at(url, self.state())
-        naming.iteration += 1
+
+        def state() -> dict[str, Any]:
+            """Called in the save: what fails on one rank ends it on all."""
+            if numbered and committed_id(open_backend(url)) is not None:
+                hint = (
+                    "accelerator.load_state() goes on from the newest; ProjectConfiguration(iteration=...) sets the number of the next save"
+                )
+                raise ConflictError("there is a checkpoint of this number", where=url, hint=hint)
+            for hook in self.accelerator._save_model_state_pre_hook.values():  # without weights, as accelerate calls it with FSDP
+                if is_file_system(url):
+                    os.makedirs(url, exist_ok=True)
+                hook(self.accelerator._models, [], url)
+            return self.state()
+
+        try:
+            if numbered:
+                run.save(naming.iteration, state)
+            else:
+                run.save_at(url, state)
+        except ConflictError:
+            naming.iteration -= 1
+            raise
+        finally:
+            naming.iteration += 1  # also if it failed here alone: others hear of that in the background
         if not self.background:
             run.wait()
         return url
@@ -81,10 +94,11 @@ class AcceleratorCheckpoints:
         if options.pop("map_location", None) not in (None, "cpu", "on_device"):
             raise UsageError("map_location is 'cpu' or 'on_device'; tensors are filled where they are")
         _refuse({**options, **(load_kwargs or {})})
-        state = self.state()
         url = self.checkpointer.root if input_dir is None else url_text(input_dir)
-        for hook in self.accelerator._load_model_state_pre_hook.values():
-            hook([], url)
+        with job_of(self.checkpointer)[0].fails_together("load", url):
+            state = self.state()
+            for hook in self.accelerator._load_model_state_pre_hook.values():
+                hook([], url)
         if input_dir is not None:
             self.checkpointer.load_from(url, state)
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckpt.engine.save.background import SaveHandle
@@ -20,6 +21,7 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy
+from ckpt.runs.checkpointer import job_of
 from ckpt.state.walk import ReceivedState
 from ckpt.text import url_text
 
@@ -53,7 +55,7 @@ class EngineCheckpoints:
         if exclude_frozen_parameters or not save_latest:
             hint = "use(engine, root, trainable=True) leaves frozen parameters out; the newest is found without a file that names it"
             raise UsageError("exclude_frozen_parameters and save_latest=False are not those of this save_checkpoint", hint=hint)
-        state, run = self.state(client_state or {}), self.checkpointer
+        state, run = partial(self.state, client_state or {}), self.checkpointer
         if tag is None and (save_dir is None or url_text(save_dir) == run.root):
             run.save(self.engine.global_steps, state)
         else:
@@ -76,7 +78,8 @@ class EngineCheckpoints:
         run.wait()  # a save that goes on may be the one to load
         root = run.root if load_dir is None else url_text(load_dir)
         url = join_url(root, tag) if tag is not None else root
-        ours = committed_id(open_backend(url)) is not None
+        with job_of(run)[0].fails_together("load", url):
+            ours = committed_id(open_backend(url)) is not None
         if not ours and (tag is not None or os.path.exists(os.path.join(root, "latest"))):
             flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
             loaded: tuple[str | None, dict[str, Any] | None] = self._own["load_checkpoint"](root, tag, *flags)

@@ -109,8 +109,11 @@ class CkptLoad(LoadShardedStrategy):
             NamesError: the checkpoint lacks something; nothing was changed. Other errors of :func:`ckpt.load`.
         """
         values, url = list(nested_values(sharded_state_dict)), os.fspath(checkpoint_dir)
-        names = {each.key if isinstance(each, ShardedTensor) else stored_name(each) for each in values}
-        call = current_group(self.options.get("process_group")).call("names", url, settings.timeout(self.options.get("timeout")))
+        group = current_group(self.options.get("process_group"))
+        with group.fails_together("names", url):
+            names = {each.key if isinstance(each, ShardedTensor) else stored_name(each) for each in values}
+            seconds = settings.timeout(self.options.get("timeout"))
+        call = group.call("names", url, seconds)
         if missing := call.map_reduce(
             "names",
             lambda: {"lacking": sorted(names - api.open(url).state().keys())},
@@ -119,8 +122,9 @@ class CkptLoad(LoadShardedStrategy):
             text = f"it lacks {len(missing)} names of the state: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
             hint = "objects keep the parallel sizes of their save: --no-load-rng leaves out generators, --no-load-optim optimizers"
             raise NamesError(text, where=url, hint=hint)
-        for each in (value for value in values if isinstance(value, ShardedTensor) and value.data is None):
-            each.init_data("cpu")
+        with group.fails_together("load", url):
+            for each in (value for value in values if isinstance(value, ShardedTensor) and value.data is None):
+                each.init_data("cpu")
         api.load(url, _listed(values), strict=False, **self.options)
         return plain(sharded_state_dict)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -162,10 +162,12 @@ class NamedRun(Checkpointer):
 
     _place = url
 
-    def save_at(self, url: str, state: Mapping[str, Any]) -> None:
+    def save_at(self, url: str, state: Callable[[], Mapping[str, Any]]) -> None:
         """Begin to save to a place that is none of the run's steps."""
         self.wait()
-        self._elsewhere = save_async(url, state, **self._saving)
+        with job_of(self)[0].fails_together("save", url):
+            made = state()
+        self._elsewhere = save_async(url, made, **self._saving)
 
     def load_from(self, url: str, state: Mapping[str, Any], **options: Any) -> None:
         """Load what is at ``url``, with the options of the run."""

@@ -21,12 +21,13 @@ import torch
 from ckpt import units
 from ckpt.api import load as load_checkpoint
 from ckpt.converters.export.export import export
+from ckpt.converters.export.transaction import check_replaceable
 from ckpt.errors import NamesError, UsageError
-from ckpt.io_backends.registry import join_url
+from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import All, EverySteps, Latest
 from ckpt.runs.checkpointer import Checkpointer, job_of
 from ckpt.state.collect import Fenced
-from ckpt.state.modules import copies_of, tensors_of
+from ckpt.state.torch_objects import copies_of, tensors_of
 from ckpt.state.walk import PerRank
 
 from .reading import agreed_latest
@@ -114,6 +115,9 @@ class CheckpointManager:
             raise UsageError("last_save_in_hf writes the model alone", hint="leave last_save_model_only=True")
         if quantized:
             raise UsageError("initial_load_in_hf_quantized is not supported", hint="load a model that is not quantised")
+        self.folder = join_url(base_folder, config.folder) if base_folder else config.folder
+        if self._save_in_hf:
+            check_replaceable(self._hf, open_backend(self._hf))  # now, not at the last step
         self.config = config
         self.sd_adapter = sd_adapter
         self.background = getattr(config, "async_mode", "async") != "disabled"
@@ -121,8 +125,11 @@ class CheckpointManager:
         parts = {"optimizer": optimizers, "lr_scheduler": lr_schedulers, "dataloader": dataloader, **states}
         self.states = {name: _as_stateful(value) for name, value in parts.items() if value is not None}
         keep = Latest(config.keep_latest_k) if config.keep_latest_k else All()
-        self.folder = join_url(base_folder, config.folder) if base_folder else config.folder
         self.checkpointer = Checkpointer(self.folder, save=EverySteps(config.interval), keep=keep, codec=getattr(config, "codec", None))
+
+    @property
+    def _hf(self) -> str:
+        return join_url(self.folder, "hf")
 
     def state(self) -> dict[str, Any]:
         """The state as ``ckpt.load`` takes it: ``model`` is the model, or has the tensors of all parts under the names that these give."""
@@ -204,10 +211,9 @@ class CheckpointManager:
         dtype = getattr(torch, self.config.export_dtype) if last_step and self.config.last_save_model_only else None
         if dtype is not None and self._save_in_hf:
             self.checkpointer.wait()
-            url = join_url(self.folder, "hf")
-            with job_of(self.checkpointer)[0].fails_together("export", url):
+            with job_of(self.checkpointer)[0].fails_together("export", self._hf):
                 tensors = self.sd_adapter.to_hf(self._tensors())
-            export(url, tensors, dtype=dtype, overwrite=True)
+            export(self._hf, tensors, dtype=dtype, overwrite=True)
             return True
         self.checkpointer.save(curr_step, self.state if dtype is None else lambda: {MODEL: self._tensors(dtype)})
         if last_step or not self.background:

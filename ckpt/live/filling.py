@@ -28,8 +28,8 @@ from ckpt.engine.load.whole_chunks import Stored, copy_box, wanted_boxes
 from ckpt.errors import CkptError, ConsistencyError, UsageError
 from ckpt.net.channel import Row
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.match import common_box
 from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.reads import common_box
 from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers, wanted_digest
 from ckpt.plan.views import LogicalTensor, ViewPiece
 from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwise

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from ckpt.catalog import TensorEntry
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
-from ckpt.plan.layout.geometry import Box
 
 from .ownership import TensorSpec
 
@@ -187,15 +186,6 @@ def castable(stored: DType, wanted: DType) -> bool:
     # float4 is stored two elements to a byte, and torch has no kernels that unpack it.
     packed = "float4" in stored.name + wanted.name
     return not packed and not (stored.name.startswith("complex") and not wanted.name.startswith("complex"))
-
-
-def common_box(wanted: TensorSpec, entry: TensorEntry) -> Box:
-    """The part of a wanted tensor that the stored one gives: all of it, padding included, if both are padded alike, else what is
-    not padding.
-
-    The rest is padding, which a load fills with zeros.
-    """
-    return Box.whole(wanted.shape if wanted.shape == entry.shape else wanted.logical or wanted.shape)
 
 
 def report_names(title: str, names: Iterable[str], limit: int = 20) -> list[str]:

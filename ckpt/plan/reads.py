@@ -18,10 +18,12 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ckpt.catalog import Extent
+from ckpt.catalog import Extent, TensorEntry
 from ckpt.errors import CorruptError
 from ckpt.plan.layout.geometry import Box, intersect_all, row_major_strides
 from ckpt.plan.layout.partition import BoxPartition
+
+from .ownership import TensorSpec
 
 # Overlap: which stored chunks hold which parts of a wanted box. Every reader plans with it; there is no second one.
 #
@@ -47,6 +49,15 @@ class Copy:
     """All of the chunk."""
     box: Box
     """What chunk and target have in common; never empty."""
+
+
+def common_box(wanted: TensorSpec, entry: TensorEntry) -> Box:
+    """The part of a wanted tensor that the stored one gives: all of it, padding included, if both are padded alike, else what is
+    not padding.
+
+    The rest is padding, which a load fills with zeros.
+    """
+    return Box.whole(wanted.shape if wanted.shape == entry.shape else wanted.logical or wanted.shape)
 
 
 def overlapping_chunks(grid: BoxPartition, box: Box) -> list[Copy]:

@@ -168,7 +168,7 @@ class Checkpointer:
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if memory is not None:
             self._memory = SaveSchedule(memory.every, self._group, self._timeout, signals)
-        self._lineage = Lineage(self._tiers.later.look)
+        self._lineage = Lineage(self._tiers.later.look, lambda n, why: self._reporter.alert("unrestored", n, self._place(n), why))
         behind = local is not None and memory is None
         self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
         self._tiers.report_to(self._reporter, self._on_published)
@@ -223,6 +223,7 @@ class Checkpointer:
         Raises:
             NotFoundError: ``step`` is not there; or ``begin_from`` is not.
             CorruptError: the checkpoint of ``step`` is damaged, or all are.
+            FormatError: another release wrote the newest one: going back behind it would lose what it has.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.

@@ -33,7 +33,7 @@ Kind = Literal[
     "alert",
     "publish.failed",
 ]
-Topic = Literal["slow", "stall", "straggler", "storage", "publishing"]
+Topic = Literal["slow", "stall", "straggler", "storage", "publishing", "unrestored"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,7 +53,7 @@ from ckpt.text import parse_object
 from .lineage import branches_after
 from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, joint_steps, member_path
 from .removal import infos, remove_steps
-from .step_listing import Step, directory_name, list_steps, step_name, step_url
+from .step_listing import Step, check_release, directory_name, list_steps, step_name, step_url
 
 log = logging.getLogger("ckpt")
 
@@ -184,12 +184,16 @@ class JointRun:
                 for old in self._backend.list_dir(f"{step_name(s.number)}/{MARKS}"):
                     if (id := old.rstrip("/")) < seen.id:
                         self._give_up(s.number, replace(seen, id=id), "the members restarted before all had saved it")
-        steps = [s for s in self.steps() if s.committed and s.members]
+        there = self.steps()
+        steps = [s for s in there if s.committed and s.members]
         failed: list[str] = []
-        for s in sorted((s for s in steps if s.abandoned is None or step is not None), key=lambda s: s.number or 0, reverse=True):
+        for s in sorted((s for s in there if s.abandoned is None or step is not None), key=lambda s: s.number or 0, reverse=True):
             if s.number is None or (step is not None and s.number != step):
                 continue
-            problem = seen.refused.get(s.id or "") or self._problem(s.members)
+            check_release([s])
+            if s not in steps and not s.damaged:
+                continue
+            problem = s.reason or seen.refused.get(s.id or "") or self._problem(s.members)
             if problem is not None:
                 log.warning("%s is passed over: %s", s.url, problem)
                 failed.append(f"{directory_name(s)}: {problem}")
@@ -197,7 +201,7 @@ class JointRun:
             checkpoints = self._checkpoints(s, changes)
             log.info("%s: the members go on from step %d", self.root, s.number)
             left = tuple(other.number for other in steps if other.number is not None and other.number > s.number)
-            branches = branches_after(s, steps, complete=True)
+            branches = branches_after(s, there, complete=True)
             return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches, left=left)
         if failed:
             raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
@@ -206,11 +210,11 @@ class JointRun:
         return replace(seen, decided=True, step=None, checkpoints={})
 
     def _problem(self, members: Mapping[str, MemberCheckpoint]) -> str | None:
-        """Why a joint step cannot be loaded, as far as the records of its members say."""
+        """Why a joint step cannot be loaded, as far as the records of its members say. What another release wrote is a FormatError."""
         for name, checkpoint in members.items():
             try:
                 id = committed_id(self._backend, f"{checkpoint.path}/")
-            except (CorruptError, FormatError) as err:
+            except CorruptError as err:
                 return f"the checkpoint of {name} is damaged: {err.message}"
             if id != checkpoint.id:
                 return f"the checkpoint of {name} is {'gone' if id is None else 'another one'}: {checkpoint.path}"
@@ -301,7 +305,8 @@ class JointRun:
                 return
             except ConflictError:
                 self._wanted, values = self._request()
-                if str(values.get("generation")) > self.check_present().id:
+                leading = values.get("generation")
+                if isinstance(leading, str) and leading > self.check_present().id:
                     return  # it is another process that leads now
 
     def requested(self) -> int | None:
@@ -496,11 +501,15 @@ class JointRun:
             raise self._restarted(self._read()[1])
 
     def _generations(self) -> set[str]:
-        """Those that have left something in this run, of which ``joint.json`` may be gone. What begins has to sort after them."""
-        numbers = [s.number for s in self.steps() if s.number is not None]
-        marks = {name.rstrip("/") for n in numbers for name in self._backend.list_dir(f"{step_name(n)}/{MARKS}")}
-        records = [record for n in numbers if (record := self._record(n)) is not None]
-        return {id for id in (*marks, *(r.generation for r in records), *(r.id for r in records)) if id}
+        """Those that have left something in this run, of which ``joint.json`` may be gone. What begins has to sort after them. A damaged
+        record counts for nothing here: it hides no other step."""
+        ids: set[str | None] = set()
+        for n in [s.number for s in self.steps() if s.number is not None]:
+            ids |= {name.rstrip("/") for name in self._backend.list_dir(f"{step_name(n)}/{MARKS}")}
+            with suppress(CorruptError, FormatError):
+                record = self._record(n)
+                ids |= {record.generation, record.id} if record is not None else set()
+        return {id for id in ids if id}
 
     def _swap(self, before: bytes | None, after: Generation) -> bool:
         try:

@@ -37,20 +37,20 @@ def _last(run: Sequence[Step]) -> int:
 
 
 def _forked(branches: Branches, after: int, run: Iterable[Step]) -> Branches:
-    ids = [id for s in run for id in (s.id, *(b.id for b in s.branches)) if id is not None]
+    ids = [id for s in run for id in (s.id, s.other_release, *(b.id for b in s.branches)) if id is not None]
     known = max((*ids, *(b.id for b in branches)), default=None)
     return (*(b for b in branches if b.after <= after), Branch(new_id(known), after))
 
 
 class Lineage:
-    """Of one job; on the leader, which writes the records. ``look`` lists the run.
+    """Of one job; on the leader, which writes the records. ``look`` lists the run. ``alert`` tells of a step what needs looking at.
 
     A job that restored nothing, or that was brought back to an earlier step past the ``Checkpointer``, is known by its numbers: a save of
     a step goes on from those below.
     """
 
-    def __init__(self, look: Callable[[], Sequence[Step]]) -> None:
-        self._look = look
+    def __init__(self, look: Callable[[], Sequence[Step]], alert: Callable[[int, str], None]) -> None:
+        self._look, self._alert = look, alert
         self._branches: Branches = ()
         self._last: int | None = None
         """The last step that was restored or saved; None: nobody knows."""
@@ -66,11 +66,12 @@ class Lineage:
             self._branches, self._last = begun_last(s.branches for s in run), _last(run)
             newer = [s.number for s in run if s.number is not None and s.number >= n and s.abandoned is None and s.committed]
             if newer:
+                steps = f"{units.plural(len(newer), 'step')} already ({', '.join(map(str, newer[:5]))}{', …' if len(newer) > 5 else ''})"
                 message = (
-                    "step %d is saved in a run that has %s already (%s%s), and nothing was restored: a save of the same step is replaced, "
+                    f"step {n} is saved in a run that has {steps}, and nothing was restored: a save of the same step is replaced, "
                     "later restarts leave higher ones out; call restore() before the first save, or save a new run to another directory"
                 )
-                log.warning(message, n, units.plural(len(newer), "step"), ", ".join(map(str, newer[:5])), ", …" if len(newer) > 5 else "")
+                self._alert(n, message)
         if n < self._last:
             self._branches = _forked(self._branches, max(n - 1, 0), self._look())
         self._last = n

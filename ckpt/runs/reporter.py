@@ -25,7 +25,7 @@ from ckpt.net.liveness import Members
 from ckpt.settings import check_flags
 from ckpt.telemetry.spans import Row, SpanTable, stragglers
 
-from .events import FLUSH, AlertRules, Alerts, Event, Kind, Listener, ListenerThread
+from .events import FLUSH, AlertRules, Alerts, Event, Kind, Listener, ListenerThread, Topic
 
 log = logging.getLogger("ckpt")
 
@@ -166,6 +166,12 @@ class Reporter:
                     thread.post(one)
         for alert in alerts:
             log.warning("%s: %s", alert.topic, alert.reason)
+
+    def alert(self, topic: Topic, step: int, url: str, reason: str) -> None:
+        """Tell of something that no event before it shows; on the leader. It is logged in any case."""
+        if self._rules is not None:
+            self.tell("alert", step, url, topic=topic, reason=reason)
+        log.warning("%s: %s", topic, reason)
 
     def close(self) -> None:
         """Wait until the listeners have had all events, for a few seconds at most."""

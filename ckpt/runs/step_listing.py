@@ -25,6 +25,7 @@ from ckpt.formats.native.commit import (
     KnownRecords,
     MemberCheckpoint,
     begun_last,
+    is_ours,
     left_at,
     read_record,
 )
@@ -34,7 +35,7 @@ from ckpt.formats.native.virtual import decode_sources
 from ckpt.formats.registry import CONVERTING
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
-from ckpt.text import url_text
+from ckpt.text import parse_object, url_text
 
 UNFINISHED = "the save failed, or still goes on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
@@ -53,6 +54,8 @@ class Step:
     committed: bool
     damaged: bool = False
     """There is a commit record, but it is damaged or of a version that this software does not know. No orphan: never collect it."""
+    other_release: str | None = None
+    """Id of the save, if the record is ``damaged`` only because a release with another version or other features wrote it."""
     created: str | None = None
     """UTC, ISO 8601; like ``tensor_bytes`` and ``world_size`` it is None unless committed."""
     tensor_bytes: int | None = None
@@ -177,7 +180,23 @@ def with_abandoned(steps: Sequence[Step]) -> list[Step]:
     # Who saves without a ``Checkpointer`` knows of no branch: what was saved since the last one began is on it.
     steps = [replace(s, branches=live) if not s.branches and s.id is not None and s.id > live[-1].id else s for s in steps]
     tip = max((s.number for s in steps if s.branches == live and s.number is not None), default=live[-1].after)
-    return [replace(s, abandoned=left_at(s.branches, s.number, live, tip)) if s.committed and s.number is not None else s for s in steps]
+
+    def left(s: Step) -> int | None:
+        if s.number is None:
+            return None
+        if s.other_release is not None:  # its branches are not known: what was saved before the last one began is not of that one
+            return live[-1].after if s.other_release < live[-1].id and s.number > live[-1].after else None
+        return left_at(s.branches, s.number, live, tip) if s.committed else None
+
+    return [replace(s, abandoned=left(s)) for s in steps]
+
+
+def check_release(steps: Iterable[Step]) -> None:
+    """Raise FormatError for the first of ``steps`` that another release wrote: whoever went back behind it would lose what it has."""
+    s = next((s for s in steps if s.other_release is not None), None)
+    if s is not None:
+        hint = "restore with the release that wrote it; or give up what it has: move it away, or restore(state, step=…) an earlier one"
+        raise FormatError(f"another release wrote the newest step: {s.reason}", where=s.url, hint=hint)
 
 
 def directory_name(step: Step) -> str:
@@ -232,7 +251,8 @@ def _step(backend: Backend, prefix: str, url: str) -> Step | None:
         sources, shared_bytes = _sources(record, url) if record is not None and record.features else ((), 0)
     except (CorruptError, FormatError) as err:
         left = _remaining_sources(data, url)
-        return replace(step, damaged=True, reason=err.message, sources=left or (), references_unknown=left is None)
+        other = str(parse_object(data).get("id", "")) if data is not None and isinstance(err, FormatError) and is_ours(data) else None
+        return replace(step, damaged=True, other_release=other, reason=err.message, sources=left or (), references_unknown=left is None)
     if record is None or record.given_up is not None:
         reason = unfinished_step(backend, prefix, url) if record is None else f"given up: {record.given_up}"
         if reason is not None:

@@ -27,7 +27,7 @@ from ckpt.policies import All, KeepPolicy, Latest, retention
 from .lineage import branches_after
 from .node_tier import SpreadTier
 from .removal import infos, remove_step, remove_steps
-from .step_listing import KnownSteps, Step, step_url, with_abandoned
+from .step_listing import KnownSteps, Step, check_release, step_url, with_abandoned
 
 log = logging.getLogger("ckpt")
 
@@ -183,13 +183,15 @@ class Tiers:
             if near:
                 self._say_passed(near, far)
             committed = _ordered([*near, *far])
+            copies = [s for s in committed if (s.url, s.id) not in tried]
+            if not copies:
+                check_release((*near, *far))
             for s in (*near, *far):
                 if not s.committed and (s.damaged or not committed):
                     log.warning("%s is passed over: %s", s.url, s.reason)
                 if s.damaged:
                     damaged = damaged or s
             there = there or bool(committed)
-            copies = [s for s in committed if (s.url, s.id) not in tried]
             if copies:
                 if step is None and any(s.damaged or s.abandoned is not None for s in run):
                     self._say_abandoned(run, copies[0])

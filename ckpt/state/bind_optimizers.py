@@ -19,13 +19,12 @@ from ckpt.plan.values import CLASS
 from . import lazy
 from .dtensor import is_dtensor
 from .fsdp1 import FlatPart
-from .modules import is_frozen
-from .optimizers import GroupOptions, ParamNames, on_host, params_of, set_options, settle_numbers
 from .shard_table import StateOf
 from .sharded import Sharded
 from .subclasses import created, is_wrapper
 from .targets import Binder, Setter, inline_only, real_device, real_like
 from .tensors import torch_dtype
+from .torch_objects import GroupOptions, ParamNames, is_frozen, on_host, params_of, set_options, settle_numbers
 from .walk import StatefulObject
 
 if TYPE_CHECKING:

@@ -22,13 +22,27 @@ from ckpt.plan.values import REPLICA, StatePart
 from . import lazy
 from .dtensor import dtensor_types
 from .fsdp1 import FlatPart
-from .modules import LEFT_OUT, ModuleTensors, PartTaker, added_by, copies_of, frozen_beside, is_frozen, tensors_of
 from .named import NamedValues, is_main, is_named, place
-from .optimizers import ParamNames, check_keys, inline, names_in, params_of, refuse_zero
 from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import Sharded
 from .subclasses import TENSORS, describe, is_wrapper
 from .tensors import LocalTensor
+from .torch_objects import (
+    LEFT_OUT,
+    ModuleTensors,
+    ParamNames,
+    PartTaker,
+    added_by,
+    check_keys,
+    copies_of,
+    frozen_beside,
+    inline,
+    is_frozen,
+    names_in,
+    params_of,
+    refuse_zero,
+    tensors_of,
+)
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
 from .zero import EngineState
 

@@ -1,5 +1,5 @@
-"""DTensors and their meshes. DTensor is not imported here: that takes half a second, and where nothing else has imported it there is
-none."""
+"""Which tensors say themselves where they lie, and the meshes of DTensors. DTensor is not imported here: that takes half a second, and
+where nothing else has imported it there is none."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ckpt.plan.tree_decoding import Node
 from . import lazy
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
@@ -38,6 +39,28 @@ def dtensor_types() -> tuple[type[DTensor], ...]:
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
     return isinstance(value, _types or dtensor_types())
+
+
+def is_sharded_tensor(value: object) -> bool:
+    """Whether it is a ``ShardedTensor``; its module is not imported for that."""
+    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
+    return module is not None and isinstance(value, module.ShardedTensor)
+
+
+STATED_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def states_boxes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor states its boxes (``sharded.py``). Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
+    kind = type(tensor)
+    local = tensor if kind is lazy.Tensor or kind is lazy.Parameter else holder_of(tensor)  # first: a state has very many of these
+    has_fields = hasattr(local, STATED_FIELDS[0]) and all(hasattr(local, name) for name in STATED_FIELDS)
+    return has_fields or hasattr(local, "__create_chunk_list__")
+
+
+def holder_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What has the attributes of a tensor that states its boxes."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 # Which mesh a DTensor is really on. FSDP over tensor parallelism leaves a parameter that TP does not cut (a norm) on the FSDP

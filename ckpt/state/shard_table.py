@@ -34,9 +34,8 @@ from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
 
 from . import lazy
-from .dtensor import is_dtensor, widened
-from .optimizers import refuse_partitioned
-from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated, is_sharded_tensor
+from .dtensor import is_dtensor, is_sharded_tensor, states_boxes, widened
+from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated
 from .subclasses import inner_layouts, wrapper_of
 from .tensors import (
     LocalShard,
@@ -48,8 +47,8 @@ from .tensors import (
     from_plain,
     identity,
     local_of,
-    states_boxes,
 )
+from .torch_objects import refuse_partitioned
 
 if TYPE_CHECKING:
     import torch

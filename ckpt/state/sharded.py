@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,8 +16,7 @@ from ckpt.plan.layout.placements import Boxes, Shard, StatedBoxes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 
 from . import lazy
-from .dtensor import is_dtensor, mesh_of
-from .tensors import STATED_FIELDS, holder_of
+from .dtensor import STATED_FIELDS, holder_of, is_dtensor, mesh_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +35,6 @@ class Sharded:
     layout: TensorLayout
     blocks: tuple[torch.Tensor, ...] = ()
     counted: tuple[torch.Tensor, ...] = ()
-
-
-def is_sharded_tensor(value: object) -> bool:
-    """Whether it is a ``ShardedTensor``; its module is not imported for that."""
-    module = sys.modules.get("torch.distributed._shard.sharded_tensor")
-    return module is not None and isinstance(value, module.ShardedTensor)
 
 
 def from_sharded_tensor(tensor: Any, state_name: str) -> Sharded:

@@ -21,13 +21,12 @@ from ckpt.plan.tree_decoding import MISSING, OF_TORCH, Node
 from ckpt.plan.values import CLASS, Nodes, made_of_others
 
 from . import lazy
-from .dtensor import is_dtensor
-from .modules import is_frozen
-from .optimizers import decode_inline
+from .dtensor import is_dtensor, is_sharded_tensor, states_boxes
 from .shard_table import ShardTable, StateOf
-from .sharded import Sharded, is_sharded_tensor
+from .sharded import Sharded
 from .subclasses import TENSORS, difference, is_description, is_wrapper, rebuilt
-from .tensors import LocalShard, LocalTensor, raw_view, states_boxes, torch_dtype
+from .tensors import LocalShard, LocalTensor, raw_view, torch_dtype
+from .torch_objects import decode_inline, is_frozen
 from .walk import StatefulObject, like, values_in
 
 if TYPE_CHECKING:

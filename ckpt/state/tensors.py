@@ -65,22 +65,6 @@ def reads_otherwise(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-STATED_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-
-
-def states_boxes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor states its boxes (``sharded.py``). Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
-    kind = type(tensor)
-    local = tensor if kind is lazy.Tensor or kind is lazy.Parameter else holder_of(tensor)  # first: a state has very many of these
-    has_fields = hasattr(local, STATED_FIELDS[0]) and all(hasattr(local, name) for name in STATED_FIELDS)
-    return has_fields or hasattr(local, "__create_chunk_list__")
-
-
-def holder_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What has the attributes of a tensor that states its boxes."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
-
-
 class LocalShard(NamedTuple):
     """A box of a global tensor and the memory that holds it here: a view of shape ``box.shape``, any strides. Not to be compared, as
     tensors are not. A state may have very many: hence a tuple."""

@@ -17,8 +17,8 @@ from torch import nn
 from ckpt.engine.save.fence import fence
 from ckpt.errors import StateError, UsageError
 from ckpt.state.collect import Fenced
-from ckpt.state.modules import tensors_of
 from ckpt.state.tensors import local_of
+from ckpt.state.torch_objects import tensors_of
 from ckpt.state.walk import Compound
 
 __all__ = ["Average"]

@@ -86,7 +86,7 @@ def parse_mesh(context: click.Context, parameter: click.Parameter, text: str | N
     return None if text is None else sizes
 
 
-def part_of_job(work: DividedWork | None) -> Part:
+def part_of_job(work: DividedWork | None) -> Part | None:
     """This process's part: of the work that it divides with others, or by ``--part``, or RANK and WORLD_SIZE, of processes that do not
     communicate."""
     from ckpt.net.group import rank_and_size
@@ -94,10 +94,13 @@ def part_of_job(work: DividedWork | None) -> Part:
     from .dividing import is_alone, single_part
 
     if is_alone():
-        return 0, 1
+        return None
     if (part := single_part()) is not None:
         return part
-    return rank_and_size() if work is None else work
+    if work is not None:
+        return work
+    rank, size = rank_and_size()
+    return (rank, size) if size > 1 else None
 
 
 # Options of the commands that translate names and layouts of tensors: which mapping, into which convention, what to skip.

@@ -32,8 +32,8 @@ from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
-from ckpt.state.modules import tensors_of
 from ckpt.state.subclasses import dequantized, is_wrapper
+from ckpt.state.torch_objects import tensors_of
 from ckpt.text import parse_json, url_text
 
 from .delivery import Delivery

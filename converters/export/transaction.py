@@ -126,11 +126,11 @@ class ExportTransaction:
     @classmethod
     def begin(cls, destination: Destination, files: Sequence[OutputFile], beside: Sequence[str]) -> ExportTransaction:
         """Begin all files; ``beside`` are the names of small ones that come with them."""
+        if destination.replace:
+            check_replaceable(destination.url, destination.backend)
         transaction = cls(destination, {f.path: f.size for f in files}, beside, last=INDEX if INDEX in beside else None)
         first = destination.backend.create_shared(files[0].path, files[0].size) if files else None
         if first is None:
-            if destination.replace:
-                raise UsageError("what is on this storage cannot be replaced", where=destination.url, hint="export to a new URL")
             transaction.show()
             return transaction
         transaction.shared = [first]
@@ -209,6 +209,16 @@ class ExportTransaction:
                 one.abort()
         if not self.destination.replace:
             self.journal.discard()
+
+
+def check_replaceable(url: str, backend: Backend) -> None:
+    """Raise UsageError where exports cannot be replaced, whether one is there or not: callers ask before a run, not at its end."""
+    if not backend.shares_files:
+        raise UsageError(
+            "what is on this storage cannot be replaced",
+            where=url,
+            hint="a directory or s3:// can be replaced; elsewhere export to a new URL",
+        )
 
 
 def _shared(backend: Backend, file: OutputFile, token: str | None = None) -> SharedObject:

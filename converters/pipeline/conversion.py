@@ -112,6 +112,8 @@ class Conversion:
         self.digest = digest_of(chosen, *self._options_digested)
         self.record: ConversionJournal | None = None
         self.part = (0, 1)
+        self._repeats = False
+        """Whether its processes know nothing of each other: each may be started again after the last has finished."""
         self._new = False
         self.has_ended = False
         """Whether this very conversion had ended before it was begun again."""
@@ -132,13 +134,13 @@ class Conversion:
             self._check_empty()
         return self._plan("0" * 16 if self.record is None else self.record.id)
 
-    def begin(self, part: tuple[int, int]) -> OutputPlan:
-        """The plan, said at the destination."""
-        self.part = part
+    def begin(self, part: tuple[int, int] | None) -> OutputPlan:
+        """The plan, said at the destination. ``part``: of processes that know nothing of each other; None: there is no other."""
+        self.part, self._repeats = part or (0, 1), part is not None
         self.record = find(self.backend, self.name, self.digest)
         over = self._end()
         if over is not None:
-            if part == (0, 1) and self.record is not None:
+            if part is None and self.record is not None:
                 self.record.remove()
             return over
         # The random digits of the id are derived from the digest of what is converted. So an id tells later attempts
@@ -146,7 +148,7 @@ class Conversion:
         id = new_id(id_replaced(self._previous, self.url), random=int(self.digest, 16)) if self.record is None else self.record.id
         planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
-            if part[0] and len(planned.files) <= part[0]:
+            if self.part[0] and len(planned.files) <= self.part[0]:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
             self._new = True
@@ -301,7 +303,7 @@ class Conversion:
             raise
         planned.finish(self.backend)
         # Processes that do not communicate are started again one by one: a task of an array that is repeated has to see what this was.
-        self.record.remove(but_claim=self.part[1] > 1 and self.name is None and not self.format.replaces)
+        self.record.remove(but_claim=self._repeats and not self.format.replaces)
         return self._is_over(planned, self.record)
 
     def _is_over(self, planned: OutputPlan, record: ConversionJournal, *, alone: bool = False) -> bool:

@@ -24,9 +24,9 @@ from ckpt.formats.megatron.stored_buffers import job_layout
 from ckpt.formats.megatron.training import KEYS
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
-from ckpt.state.optimizers import decode_inline
 from ckpt.state.targets import inline_only
 from ckpt.state.tensors import torch_dtype
+from ckpt.state.torch_objects import decode_inline
 
 from .megatron_parts import ModelRank, RankParam, Ranks
 from .torch_file import ArchivePlan, StorageStub

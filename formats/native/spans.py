@@ -186,7 +186,16 @@ _ABOUT = frozenset({"hosts", "mesh", "blocked", "waited", "storage"})
 def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
     """Columns over the ranks in rising order; what no rank says is left out."""
     for row in rows.values():
-        _check_about(row)
+        host, at = row.get("host"), row.get("at", {})
+        if host is not None and not _is_name(host, _HOST):
+            raise ValueError("its host is no name")
+        if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
+            raise ValueError("its coordinates are none")
+        for name in ("blocked", "waited"):
+            if row.get(name) is not None and not (type(row[name]) is int and 0 <= row[name] <= MICROS):
+                raise ValueError(f"its {name} is no time")
+        if row.get("storage") is not None and _tally(row["storage"]) is None:
+            raise ValueError("its storage's trouble is no two numbers")
     about: dict[str, Any] = {}
     hosts = [row.get("host") or "" for row in rows.values()]
     names = list(dict.fromkeys(hosts))
@@ -203,19 +212,6 @@ def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
             about[name] = _column(np.array(values, dtype=np.int64))
     trouble = {str(rank): row["storage"] for rank, row in rows.items() if any(row.get("storage") or ())}
     return about | ({"storage": trouble} if trouble else {})
-
-
-def _check_about(row: Row) -> None:
-    host, at = row.get("host"), row.get("at", {})
-    if host is not None and not _is_name(host, _HOST):
-        raise ValueError("its host is no name")
-    if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
-        raise ValueError("its coordinates are none")
-    for name in ("blocked", "waited"):
-        if row.get(name) is not None and not (type(row[name]) is int and 0 <= row[name] <= MICROS):
-            raise ValueError(f"its {name} is no time")
-    if row.get("storage") is not None and _tally(row["storage"]) is None:
-        raise ValueError("its storage's trouble is no two numbers")
 
 
 def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, dict[str, Any]]:

@@ -227,7 +227,8 @@ class Ragged:
     @classmethod
     def of(cls, column: pa.Array) -> Ragged:
         flat = np.zeros(0) if pa.types.is_list(column.values.type) else integers(column.values)
-        return cls(offsets=integers(column.offsets), nulls=_nulls(column), values=flat)
+        offsets = integers(column.offsets) if len(column) else np.zeros(1, np.int32)  # Arrow allows none where there are no rows
+        return cls(offsets=offsets, nulls=_nulls(column), values=flat)
 
     def __len__(self) -> int:
         return len(self.nulls)

@@ -337,6 +337,14 @@ class DeletingRows:
 
 
 class PreparingRows:
+    def test_says_whether_it_shares_files(self, backend: Backend) -> None:
+        shared = backend.create_shared("d/a", 3)
+        assert backend.shares_files == (shared is not None)
+        if shared is not None:
+            shared.abort()
+            shared.close()
+        assert everything(backend) == {}
+
     def test_prepare_adds_nothing(self, backend: Backend) -> None:
         backend.prepare()
         put(backend, "d/a")

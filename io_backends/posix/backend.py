@@ -209,6 +209,10 @@ class PosixBackend(Backend):
         """See ``Backend.copy_source``: file systems that share extents copy by reference."""
         return ClonedFile(self._file(path))
 
+    @property
+    def shares_files(self) -> bool:
+        return True
+
     def create_shared(self, path: str, size: int, token: str | None = None) -> PosixSharedObject:
         file = self._file(path)
         check_size(size, file)

@@ -311,6 +311,10 @@ class S3Backend(Backend):
                 raise
         return writer
 
+    @property
+    def shares_files(self) -> bool:
+        return True
+
     def create_shared(self, path: str, size: int, token: str | None = None) -> S3SharedObject:
         key = self._key(path)
         check_size(size, key.where)

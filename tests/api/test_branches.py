@@ -301,4 +301,11 @@ def test_a_first_save_below_steps_that_nobody_restored_says_so_once(tmp_path: Pa
     assert warnings() == []
     saved(tmp_path, 20, 22, restore=False)
     (only,) = warnings()
+    events: list[ckpt.monitors.Event] = []
+    for alerts in (True, False):  # the log has it in any case
+        with Checkpointer(tmp_path, save=NEVER, keep=All(), on_event=events.append, alerts=alerts) as c:
+            c.save(21, state())
+        assert len(warnings()) == 1
+    (alert,) = [e for e in events if e.kind == "alert"]
+    assert (alert.topic, alert.step) == ("unrestored", 21) and "nothing was restored" in (alert.reason or "")
     assert "step 20 is saved in a run that has 2 steps already (20, 25)" in only and "call restore()" in only

@@ -13,11 +13,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CkptError, CorruptError, NamesError, NoSpaceError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, FormatError, NamesError, NoSpaceError, NotFoundError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, OnPreemption, Tagged
+from tests.failures.damage import change_record
 
 
 class Job:
@@ -99,6 +100,23 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(tmp_path: Path, caplog: py
     flip(tmp_path / "step-00000002")
     with ckpt.Checkpointer(str(tmp_path)) as c, pytest.raises(CorruptError):
         c.restore(again.state())
+
+
+@pytest.mark.parametrize("change", [{"version": 2}, {"features": ["later"]}])
+def test_nobody_goes_back_behind_what_a_later_release_saved_unless_told(change: dict[str, Any], tmp_path: Path) -> None:
+    job = Job()
+    run(tmp_path, range(1, 7), job, save=EverySteps(2))
+    change_record(tmp_path / "step-00000006", **change)
+    with ckpt.Checkpointer(str(tmp_path)) as c:
+        for step in (None, 6):
+            with pytest.raises(FormatError, match="another release wrote the newest step") as err:
+                c.restore(job.state(), step=step)
+            assert "restore with the release that wrote it" in (err.value.hint or "")
+        assert c.restore(job.state(), step=2) == 2
+        c.save(3, job.state())
+    with ckpt.Checkpointer(str(tmp_path)) as c:
+        assert c.restore(job.state()) == 3, "the branch that was written last is without it"
+        assert c.latest == 3
 
 
 def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import ckpt
 from ckpt import PerRank
 from ckpt.errors import MismatchError, NamesError, NotFoundError, StateError
 from ckpt.plan import tree
-from ckpt.state.optimizers import set_options
+from ckpt.state.torch_objects import set_options
 from tests.api.checked import described, empty_directory, pattern, same, save
 from tests.golden import generate as golden
 

@@ -93,6 +93,7 @@ def test_ls_json(run_root: Path) -> None:
         "stored_bytes",
         "shared_bytes",
         "part",
+        "other_release",
         "references_unknown",
         "branches",
         "abandoned",

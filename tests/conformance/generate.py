@@ -720,6 +720,26 @@ def _joint(path: str | None, **members: Any) -> Checkpoint:
     return _with(record={"features": ["members"], "index": {}, "members": row, "generation": "0conformance0000", **members})
 
 
+def _write_joint(run: Path) -> dict[str, Any]:
+    """A step of two members, beside which one of them has a later save that no joint record names. Gives what a reader gives."""
+    right: dict[str, Any] = {}
+    for name, id in (("trainer", "0conformance0001"), ("buffer.1", "0conformance0002")):
+        c = _with(id=id)
+        c.state["name"] = name
+        write(run / name / "step-00000010", c)
+        right[name] = expected(c)
+    write(run / "trainer" / "step-00000011", _with(id="0conformance0004"))
+    row = {n: {"path": f"{n}/step-00000010", "id": f"0conformance000{at}"} for at, n in enumerate(right, 1)}
+    tensor_bytes = 2 * sum(len(t.raw()) for t in _base().tensors if t.alias is None)
+    whole = {"members": row, "generation": "0conformance0000", "metrics": {"reward": 0.5}, "tags": ["good"]}
+    commit(run / "step-00000010", Checkpoint(id="0conformance0003", world_size=4, record=whole), {}, ["members"], tensor_bytes)
+    (run / "step-00000010" / "index-0conformance0003").rmdir()
+    given_up = {"members": {}, "generation": "0conformance0000", "given_up": "buffer.1 did not save it"}
+    commit(run / "step-00000011", Checkpoint(id="0conformance0005", world_size=0, record=given_up), {}, ["members"], 0)
+    (run / "step-00000011" / "index-0conformance0005").rmdir()
+    return right
+
+
 def _upwards(index: dict[str, bytes]) -> None:
     """Done after writing: see ``_spoil``."""
 
@@ -790,6 +810,7 @@ def main() -> None:
     tensors = _write_virtual(HERE / "accept" / "virtual", HERE / "accept" / "virtual-sources")
     state = {t.name: {"$tensor": t.name} for t in tensors}
     _dump(HERE / "accept" / "virtual.json", expected(Checkpoint(tensors=tensors, state=state, world_size=1)))
+    _dump(HERE / "accept" / "joint.json", _write_joint(HERE / "accept" / "joint"))
     for case, (section, why, c) in refused().items():
         write(HERE / "refuse" / case, c)
         _spoil(case, HERE / "refuse" / case)

@@ -12,17 +12,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from xxhash import xxh3_128_hexdigest
 
 import ckpt
+from ckpt.cli.main import cli
 from ckpt.engine.verify.verify import verify
 from ckpt.errors import CkptError
 from ckpt.plan import tree
+from ckpt.runs.step_listing import list_steps
 from tests.conformance.generate import SOURCES, accepted, refused, typed
 from tests.formats.oracle import read
 
 HERE = Path(__file__).parent
-ACCEPT = sorted(p.stem for p in (HERE / "accept").glob("*.json"))
+JOINT = HERE / "accept" / "joint"
+ACCEPT = sorted(p.stem for p in (HERE / "accept").glob("*.json") if p.stem != JOINT.name)
 REFUSE = sorted(p.stem for p in (HERE / "refuse").glob("*.json"))
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -89,7 +93,26 @@ def test_the_set_is_complete() -> None:
 @pytest.mark.parametrize("case", ACCEPT)
 def test_ckpt_accepts(case: str) -> None:
     right = json.loads((HERE / "accept" / f"{case}.json").read_text())
-    view = ckpt.open(str(HERE / "accept" / case))
+    compare(ckpt.open(str(HERE / "accept" / case)), right)
+    assert verify(str(HERE / "accept" / case)).ok
+
+
+def test_both_readers_accept_the_members_of_a_joint_step() -> None:
+    right = json.loads((HERE / "accept" / "joint.json").read_text())
+    step, given_up = list_steps(str(JOINT))
+    assert (step.number, step.committed, step.metrics, step.tags) == (10, True, {"reward": 0.5}, ("good",))
+    assert (step.world_size, list(step.members)) == (sum(about["world_size"] for about in right.values()), list(right))
+    assert step.tensor_bytes == sum(t["bytes"] for about in right.values() for t in about["tensors"].values() if t["alias"] is None)
+    assert (given_up.number, given_up.committed, given_up.reason) == (11, False, "given up: buffer.1 did not save it")
+    for name, about in right.items():
+        compare(ckpt.open(step.url, member=name), about)
+        compare_with_second(JOINT / step.members[name].path, about)
+        assert verify(str(JOINT / step.members[name].path)).ok
+    assert CliRunner().invoke(cli, ["verify", step.url]).exit_code == 0
+
+
+def compare(view: ckpt.View, right: dict[str, Any]) -> None:
+    """What ckpt reads, with what is right."""
     catalog = view._catalog
     assert catalog.world_size == right["world_size"]
     assert set(view) == set(right["tensors"])
@@ -109,13 +132,16 @@ def test_ckpt_accepts(case: str) -> None:
     assert unordered(as_typed(tree.decode(catalog.state, Reference))) == unordered(right["state"])
     ranks = {str(r): {p: as_typed(tree.decode(n, Reference)) for p, n in nodes.items()} for r, nodes in catalog.ranks.items()}
     assert ranks == right["ranks"]
-    assert verify(str(HERE / "accept" / case)).ok
 
 
 @pytest.mark.parametrize("case", [case for case in ACCEPT if case != "virtual"])  # which the second reader does not know
 def test_the_second_reader_accepts(case: str) -> None:
-    right = json.loads((HERE / "accept" / f"{case}.json").read_text())
-    tensors = {name: (dtype, list(shape), xxh3_128_hexdigest(raw)) for name, (dtype, shape, raw) in read(HERE / "accept" / case).items()}
+    compare_with_second(HERE / "accept" / case, json.loads((HERE / "accept" / f"{case}.json").read_text()))
+
+
+def compare_with_second(directory: Path, right: dict[str, Any]) -> None:
+    """What the second reader reads, with what is right."""
+    tensors = {name: (dtype, list(shape), xxh3_128_hexdigest(raw)) for name, (dtype, shape, raw) in read(directory).items()}
     assert tensors == {name: (t["dtype"], t["shape"], t["xxh3_128"]) for name, t in right["tensors"].items()}
 
 

@@ -512,6 +512,9 @@ def test_processes_divide_the_files(tmp_path: Path, to: str) -> None:
 def test_one_process_after_another(tmp_path: Path) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(url, {f"w{i}": torch.full((4000,), float(i)) for i in range(3)})
+    for part in ((0, 0), (4, 4), (-1, 4), (1,), ("0", "4"), [0, 4]):
+        with pytest.raises(UsageError, match="part= is the number of this process"):
+            convert(url, made, to="hf", shard_size=20_000, part=part)  # type: ignore[arg-type]
     first = convert(url, made, to="hf", shard_size=20_000, part=(1, 4))
     assert not first.finished and first.written_files == 1
     assert not convert(url, made, to="hf", shard_size=20_000, part=(3, 4)).written_files

@@ -22,6 +22,9 @@ from ckpt.formats.journal import IntentJournal
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.posix import writer as posix_shared
 from ckpt.io_backends.posix.writer import PosixSharedObject
+from tests.memory.conftest import _daemon, daemon
+
+__all__ = ["_daemon", "daemon"]
 
 
 def model() -> torch.nn.Module:
@@ -90,6 +93,7 @@ def test_the_configuration_comes_too(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"model_type": "y"}
 
 
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("scheme", ["memory:/", "local://"])
 def test_storage_without_shared_files(tmp_path: Path, scheme: str) -> None:
     url = f"{scheme}{tmp_path}"
@@ -106,6 +110,7 @@ def test_storage_without_shared_files(tmp_path: Path, scheme: str) -> None:
     assert same(load(open_backend(url).read("one.safetensors")))
 
 
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize("scheme", ["", "memory:/"])
 def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"{scheme}{tmp_path}/out"
@@ -124,6 +129,7 @@ def test_what_fails_last_leaves_nothing(tmp_path: Path, scheme: str, monkeypatch
     assert "config.json" in open_backend(url).list_dir()
 
 
+@pytest.mark.usefixtures("daemon")
 @pytest.mark.parametrize(
     ("scheme", "name"),
     [

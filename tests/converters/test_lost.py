@@ -145,6 +145,9 @@ def test_tasks_of_an_array_that_are_started_again(tmp_path: Path, to: str, monke
         part = [] if to == "native" else ["--part", f"{rank}/2"]
         return CliRunner().invoke(cli, ["convert", "--to", to, "--no-config", "--shard-size", "20KB", *part, source, url])
 
+    for one in ("one", "one", *(["one.safetensors", "one.safetensors"] if to == "hf" else [])):  # an array of one task
+        alone = CliRunner().invoke(cli, ["convert", "--to", to, "--no-config", "--part", "0/1", source, str(tmp_path / one)])
+        assert alone.exit_code == 0, alone.output
     assert "others are not yet" in task("1").stdout and task("0").stdout.startswith("ok: ")
     made = {path: path.read_bytes() for path in Path(url).rglob("*") if path.is_file()}
     for rank in ("1", "0", "1"):

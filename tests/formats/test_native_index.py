@@ -369,6 +369,13 @@ def test_nulls_of_a_list_column_wherever_it_begins(count: int, skipped: int) -> 
         assert Ragged.of(column).nulls.tolist() == [r is None for r in each[skipped:]]
 
 
+def test_a_list_column_without_rows_may_have_no_offsets():
+    """Other writers leave them out."""
+    kind, empty = pa.list_(pa.int64()), pa.py_buffer(b"")
+    rows = Ragged.of(pa.Array.from_buffers(kind, 0, [None, empty], children=[pa.nulls(0, kind.value_type)]))
+    assert (len(rows), rows.offsets.tolist(), rows.values.tolist()) == (0, [0], [])
+
+
 CELLS = {
     pa.int32(): st.integers(-(2**31), 2**31 - 1),
     pa.int64(): st.integers(-(2**63), 2**63 - 1),

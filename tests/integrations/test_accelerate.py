@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import ConflictError, NotFoundError, UsageError
@@ -17,6 +18,7 @@ accelerate = pytest.importorskip("accelerate")
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration  # noqa: E402
 
 from ckpt.integrations.accelerate import AcceleratorCheckpoints, use  # noqa: E402
+from tests.distributed.ranks import Ranks  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # of torchdata's loader, by torch
@@ -107,3 +109,44 @@ def test_what_it_does_not_go_with(tmp_path: Path) -> None:
         use(job.accelerator)
     with pytest.raises(UsageError, match="memory="):
         use(Job(tmp_path).accelerator, memory=ckpt.Memory())
+
+
+def hooks_fail_on_one_rank(folder: str) -> list[str]:
+    torch.manual_seed(0)
+    job = Job(Path(folder))
+    accelerator, errors = job.accelerator, []
+    checkpoints = use(accelerator, timeout=100)
+
+    def fail(*_: Any) -> None:
+        raise OSError("no room for the configuration")
+
+    def save(url: str | None) -> None:
+        accelerator.save_state(url)
+        checkpoints.wait()
+
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    save(f"{folder}/named")
+    for alone in (0, 1):  # the leader, or another
+        for numbered in (True, False):
+            accelerator.project_configuration.automatic_checkpoint_naming = numbered
+            for register, call in (
+                (accelerator.register_save_state_pre_hook, save),
+                (accelerator.register_load_state_pre_hook, accelerator.load_state),
+            ):
+                hook = register(fail if dist.get_rank() == alone else lambda *_: None)
+                with pytest.raises((OSError, ckpt.errors.RankFailedError)) as caught:
+                    call(None if numbered else f"{folder}/named")
+                errors.append(type(caught.value).__name__)
+                hook.remove()
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    accelerator.save_state()
+    accelerator.load_state()
+    checkpoints.wait()
+    return errors
+
+
+def test_a_hook_that_fails_on_one_rank_ends_the_call_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks.run(2, hooks_fail_on_one_rank, str(tmp_path))
+    assert first == ["OSError"] * 4 + ["RankFailedError"] * 4
+    assert second == ["RankFailedError"] * 4 + ["OSError"] * 4
+    assert [s.world_size for s in ckpt.list_steps(str(tmp_path / "checkpoints"))] == [2]

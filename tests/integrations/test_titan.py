@@ -261,10 +261,11 @@ def test_the_last_step_and_the_first_are_hugging_face_models(ranks: Ranks, tmp_p
     for alone, (mine, others) in enumerate([(errors_of_0[:3], errors_of_1[:3]), (errors_of_1[3:], errors_of_0[3:])]):
         assert [err[: len(text)] for err, text in zip(mine, own, strict=True)] == own
         assert all(err.startswith("RankFailedError: ") and f"rank {alone}" in err for err in others), others
-    with pytest.raises(ckpt.errors.UsageError, match="need names of the model"):
-        titan.CheckpointManager(
-            titan.Config(last_save_in_hf=True), dataloader=None, model_parts=[], optimizers=None, lr_schedulers=None, states={}
-        )
+    for base, adapter, why in (("", None, "need names of the model"), ("memory://runs/a", Adapter(None), "cannot be replaced")):
+        parts: dict[str, Any] = {"dataloader": None, "optimizers": None, "lr_schedulers": None, "states": {}}
+        config = titan.Config(last_save_in_hf=True)
+        with pytest.raises(ckpt.errors.UsageError, match=why):  # at the start, not at the last step
+            titan.CheckpointManager(config, model_parts=[], sd_adapter=adapter, base_folder=base, **parts)
 
 
 def test_a_configuration_that_knows_nothing_of_hugging_face(tmp_path: Path) -> None:

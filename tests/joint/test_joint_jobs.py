@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,11 +19,12 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import ConflictError, CorruptError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, UsageError
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
 from tests.api.checked import empty_directory
+from tests.failures.damage import change_record
 from tests.joint.campaign import WAYS
 from tests.joint.campaign import campaign as toy_run
 
@@ -49,6 +52,9 @@ def member(root: str, name: str, last: int, every: int, seconds: float, out: str
 class Job:
     """A member in a process of its own, forked from a server that has imported torch."""
 
+    may_fail = False
+    """Another process of the same member may be at work."""
+
     def __init__(self, root: str, name: str, last: int, every: int, seconds: float) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
@@ -65,7 +71,7 @@ class Job:
     def lines(self) -> list[dict[str, Any]]:
         """What it noted, when it has ended or been killed."""
         self.process.join(240)
-        assert self.process.exitcode in (0, -9)
+        assert self.process.exitcode in (0, -9, *((1,) if self.may_fail else ()))
         return [json.loads(line) for line in self.out.read_text().splitlines()]
 
 
@@ -93,6 +99,12 @@ def test_300_kills(root: str, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_100_members_that_stand_still_while_the_others_are_restarted(root: str, seed: int) -> None:
+    campaign(root, kills=20, last=600, every=5, seconds=0.02, seed=seed, stops=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_are_lost_by_jobs_that_save_for_themselves_and_not_by_members_of_a_run(way: str) -> None:
     """The table of docs/guides/joint-run.md."""
@@ -101,21 +113,37 @@ def test_prompts_are_lost_by_jobs_that_save_for_themselves_and_not_by_members_of
     assert (result["disagree"] + result["lost"] + result["repeated"] > 0) == (way != "ckpt"), result
 
 
-def campaign(root: str, *, kills: int, last: int, every: int, seconds: float, seed: int) -> None:
-    """Kill one or several members at a random moment after they have begun, then start all of them again."""
-    chance, before = random.Random(seed), 0
+def campaign(root: str, *, kills: int, last: int, every: int, seconds: float, seed: int, stops: bool = False) -> None:
+    """Kill one or several members at a random moment after they have begun, then start all of them again. With ``stops`` one of them stands
+    still in place of that, and goes on beside the next life at a random moment of it."""
+    chance, before, still = random.Random(seed), 0, list[Job]()
     for _ in range(kills):
         jobs = {name: Job(root, name, last, every, seconds) for name in NAMES}
-        for name in chance.sample(NAMES, chance.choice((0, 1, 3))):
+        if stops:
+            for job in (*jobs.values(), *still):
+                job.may_fail = True
+        for name in NAMES if stops else chance.sample(NAMES, chance.choice((0, 1, 3))):
             jobs[name].await_restored()
         time.sleep(chance.uniform(0, 40 * seconds))
-        for job in (*chance.sample(list(jobs.values()), chance.choice((1, 2, 3))), *jobs.values()):
+        for job in still:
+            send(job, signal.SIGCONT)
+            time.sleep(chance.uniform(0, 40 * seconds))
+            job.process.kill()
+            job.lines()
+        still = [jobs.pop(chance.choice(NAMES))] if stops else []
+        for job in still:
+            send(job, signal.SIGSTOP)
+            time.sleep(chance.uniform(0, 10 * seconds))
+        for job in (*chance.sample(list(jobs.values()), chance.choice((1, 2, len(jobs)))), *jobs.values()):
             job.process.kill()
         steps = restored({name: job.lines() for name, job in jobs.items()})
         assert len(steps) <= 1
         assert all(step >= before for step in steps), "what was committed is never undone"
         visible = [s.number for s in list_steps(root) if s.committed and s.number is not None]
+        assert max(visible, default=0) >= before
         before = max(visible, default=0)
+    for job in still:
+        job.process.kill()
     jobs = {name: Job(root, name, last, every, 0.0) for name in NAMES}
     printed = {name: job.lines() for name, job in jobs.items()}
     assert restored(printed) == {before}
@@ -123,6 +151,11 @@ def campaign(root: str, *, kills: int, last: int, every: int, seconds: float, se
     assert all(last in noted[1]["steps"] for noted in printed.values())
     for name in NAMES:
         assert list_steps(f"{root}/{name}")[-1].number == last
+
+
+def send(job: Job, number: signal.Signals) -> None:
+    if job.process.is_alive() and job.process.pid is not None:
+        os.kill(job.process.pid, number)
 
 
 def one_member(root: str, name: str = "trainer", names: tuple[str, ...] = ("trainer",), **options: Any) -> ckpt.Checkpointer:
@@ -201,6 +234,32 @@ def test_data_that_a_member_finds_damaged_moves_it_to_the_step_before(root: str)
         assert state["w"].eq(1).all()
     with one_member(root) as c, pytest.raises(CorruptError):
         c.restore(state, step=2)
+
+
+@pytest.mark.parametrize("place", ["trainer/step-00000002", "step-00000002"])
+@pytest.mark.parametrize("change", [{"version": 2}, {"features": ["members", "later"]}])
+def test_what_a_later_release_saved_is_an_error_by_name_and_nobody_goes_back_behind_it(
+    place: str, change: dict[str, Any], root: str
+) -> None:
+    state = {"w": torch.zeros(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        for n in (1, 2):
+            state["w"] += 1
+            c.save(n, state)
+            c.wait()
+    change_record(Path(root, place), **change)
+    with one_member(root) as c:
+        for step in (None, 2):
+            with pytest.raises(FormatError, match="not known"):
+                c.restore(state, step=step)
+            assert Path(root, place, "checkpoint.json").exists()
+        assert c.restore(state, step=1) == 1, "who says so gives up what it has"
+        c.save(3, state)
+        c.wait()
+    with one_member(root) as c:
+        assert c.restore(state) == 3
+    assert list_steps(root)[1].abandoned == 1, "the branch that was written last is without it"
 
 
 def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> None:

@@ -575,6 +575,11 @@ def test_the_leader_asks_and_only_its_own_generation_hears(root: str) -> None:
     assert runs[1].requested() is None
     runs[0].request(80)
     assert runs[2].requested() == 80
+    for damaged in (b"", b"{", b'{"step": 90}', b'{"generation": 1, "step": 90}'):
+        Path(root, "requested.json").write_bytes(damaged)
+        assert runs[1].requested() is None
+        runs[0].request(90)
+        assert runs[1].requested() == 90, damaged
 
 
 def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
@@ -586,7 +591,12 @@ def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
     path.write_bytes(path.read_bytes().replace(b"trainer/", b"traiter/"))
     assert [(s.number, s.committed, s.damaged) for s in list_steps(root)] == [(1, True, False), (2, False, True)]
     assert restored(members(root)) == [1] * 3
+    Path(root, "joint.json").unlink()
+    assert restored(members(root)) == [1] * 3
     assert record(root, 1).features == ("members",)
+    remove_at(f"{root}/step-00000001")
+    with pytest.raises(CorruptError, match="no joint step is whole: step-00000002: .*damaged"):
+        JointRun(root, "trainer", NAMES, 5).join()
 
 
 def ckpt_command(*arguments: str) -> Result:

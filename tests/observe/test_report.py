@@ -274,7 +274,7 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
 
 
 def test_runs_lie_over_each_other_in_one_colour_each(tmp_path: Path) -> None:
-    a, b, dark = tmp_path / "x" / "a", tmp_path / "y" / "a", tmp_path / "dark"
+    a, b, dark = tmp_path / "<x>" / "a", tmp_path / '"y' / "a", tmp_path / "dark"
     for step in (10, 20, 30):
         save(a / f"step-{step}", {0: row(("write", 0, step / 10, MIB))})
         save(b / f"step-{step}", {0: row(("write", 0, 1, MIB), ("sync", 1, 1.5, MIB))})
@@ -286,8 +286,8 @@ def test_runs_lie_over_each_other_in_one_colour_each(tmp_path: Path) -> None:
     assert_runs_nothing(page)
     for chart in (svg for svg in page.all("svg") if "chart" in svg.classes):
         assert {kind: label for e in chart.all("svg") if "end" in e.classes for kind, label in [(e.classes[1], e.all("text")[0].text)]} == {
-            "r0": "x/a",
-            "r1": "y/a",
+            "r0": "<x>/a",
+            "r1": '"y/a',
         }
         assert [path.classes for path in chart.all("path")] == [["line", "r0"], ["line", "r1"]]
         assert [line.classes for line in chart.all("line") if "rule" not in line.classes] == [["failed", "r1"]]
@@ -304,6 +304,13 @@ def test_runs_lie_over_each_other_in_one_colour_each(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=re.escape(error)):
             page_of(*urls)
+
+
+def test_checkpoints_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    urls = [save(tmp_path / run / name, {0: row(("write", 0, 1, MIB))}) for run in ("a", "b") for name in ("final", "step-1")]
+    heads = [[th.text for th in parse(page_of(*some)).all("thead")[-1].all("th")][1:] for some in (urls[:2], urls[::2], urls[1::2], urls)]
+    same = [["a/final", "b/final"], ["a/step-1", "b/step-1"]]
+    assert heads == [["final", "step 1"], *same, ["a/final", "a/step-1", "b/final", "b/step-1"]]
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 320])

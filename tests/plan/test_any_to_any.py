@@ -25,9 +25,8 @@ from ckpt.plan.layout.geometry import Box, strided_blocks
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Flat, Interleaved, Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.match import common_box
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.plan.reads import Copy, group_ranges, overlapping_chunks, parts_of
+from ckpt.plan.reads import Copy, common_box, group_ranges, overlapping_chunks, parts_of
 from tests.plan.layout_strategies import layouts, local_array, meshes, numbered, tensor_lists, tensor_shapes
 from tests.plan.limits import small_chunks
 

@@ -15,8 +15,9 @@ from ckpt.errors import UsageError
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.match import Selection, common_box, misfit, report_names, ways_out
+from ckpt.plan.match import Selection, misfit, report_names, ways_out
 from ckpt.plan.ownership import TensorSpec
+from ckpt.plan.reads import common_box
 
 Shape = tuple[int, ...]
 ALONE = TensorLayout(Mesh.of({"dp": 1}))

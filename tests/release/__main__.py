@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -50,12 +51,12 @@ def run(*command: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
-def pythons(names: Sequence[str]) -> Iterator[str]:
-    """Those of ``names`` that run here and can make environments."""
+def pythons(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Name and path of those of ``names`` that run here and can make environments."""
     for name in names:
         path = shutil.which(name)
         if path is not None and subprocess.run([path, "-c", "import ensurepip, venv"], capture_output=True).returncode == 0:
-            yield path
+            yield name, path
 
 
 def build(work: Path) -> tuple[Path, Path]:
@@ -146,6 +147,10 @@ def main() -> int:
     parser.add_argument("--set", action="append", choices=SETS, dest="sets", help="dependencies; repeatable (default: all)")
     parser.add_argument("--without-torch", action="store_true", help="only what needs no torch: minutes instead of an hour")
     chosen = parser.parse_args()
+    usable = dict(pythons(chosen.python or known))
+    if lacking := [name for name in chosen.python or () if name not in usable] or ([] if usable else known):
+        parser.error(f"cannot run, or make environments: {', '.join(lacking)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was made is removed
     commit = run("git", "rev-parse", "--short=12", "HEAD", cwd=ROOT).strip()
     kept = ROOT / "build" / "release" / f"{commit}.json"
     rows: dict[str, list[str]] = json.loads(kept.read_text()) if kept.exists() else {}
@@ -156,7 +161,7 @@ def main() -> int:
         except CheckFailed as err:
             print(f"error: {err}", file=sys.stderr)
             return 1
-        for python in pythons(chosen.python or known):
+        for python in usable.values():
             for dependencies in chosen.sets or SETS:
                 key = f"{Path(python).name} × {dependencies}{'' if not chosen.without_torch else ', without torch'}"
                 if rows.get(key, [""])[0] == "passed":

@@ -39,8 +39,7 @@ from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.partition import runs_of
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.machines import NearFiles
-from ckpt.plan.match import common_box
-from ckpt.plan.reads import CacheBlock, pieces
+from ckpt.plan.reads import CacheBlock, common_box, pieces
 from ckpt.plan.shared_reads import Readers, SharedChunk, Sharing, shared_chunks, wants
 from ckpt.text import parse_json
 

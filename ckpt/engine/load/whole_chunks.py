@@ -23,8 +23,7 @@ from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.dtypes import DType
 from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
-from ckpt.plan.match import common_box
-from ckpt.plan.reads import RangeGroup, group_ranges
+from ckpt.plan.reads import RangeGroup, common_box, group_ranges
 from ckpt.state import lazy
 from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype
 

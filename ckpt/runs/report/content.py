@@ -161,7 +161,7 @@ def distinct(urls: Sequence[str]) -> list[str]:
 
 def _checkpoints(urls: Sequence[str]) -> tuple[SavedSpans, ...]:
     saves = tuple(read_save(url) for url in urls)
-    if len({saved.step for saved in saves if not saved.label}) == sum(not saved.label for saved in saves):
+    if len({saved.label or saved.step for saved in saves}) == len(saves):
         return saves
     return tuple(replace(saved, label=label) for saved, label in zip(saves, distinct(urls), strict=True))
 

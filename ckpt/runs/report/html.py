@@ -112,7 +112,8 @@ def _sections(report: Report) -> Iterator[Markup]:
 
 def _anchors(saves: Sequence[SavedSpans]) -> dict[str, str]:
     """URL → the name that links lead to: that of the step, if each has one of its own."""
-    return {saved.url: f"step-{saved.step}" if _by_step(saves) else f"save-{i + 1}" for i, saved in enumerate(saves)}
+    by_step = _by_step(saves)
+    return {saved.url: f"step-{saved.step}" if by_step else f"save-{i + 1}" for i, saved in enumerate(saves)}
 
 
 def _by_step(saves: Sequence[SavedSpans]) -> bool:

@@ -95,8 +95,8 @@ class SaveWatcher:
         seen, self._first = self._first, self._ids[newest] if newest is not None else ""
         if newest is not None and seen is not None and self._ids[newest] != seen:
             return committed(self._url(newest), self._ids[newest])
-        found = None if newest is None else f"{newest or 'this checkpoint'} is committed"
-        return WatchSnapshot(state="idle", url=self.url, reason=found)
+        reason = None if newest is None else f"{newest or 'this checkpoint'} is committed"
+        return WatchSnapshot(state="idle", url=self.url, reason=reason)
 
     def newest(self) -> WatchSnapshot | None:
         """What is committed, as far as the last look has seen; None if nothing is."""

@@ -1,0 +1,132 @@
+"""Many whole Checkpointers as the members of one run, in the threads of one process: what they restore, what a save costs each of them, and
+what stays."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+import ckpt
+from ckpt.errors import ConflictError
+from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
+from ckpt.policies import Latest
+from ckpt.runs import joint
+from ckpt.runs.step_listing import list_steps
+from tests.api.checked import empty_directory
+
+T = TypeVar("T")
+
+
+class Member:
+    """A job of the run, with a count of what it asks the root of the run for."""
+
+    def __init__(self, root: str, name: str, names: tuple[str, ...]) -> None:
+        self.name, self.state = name, {"w": np.zeros(3, np.int64), "name": name}
+        self.checkpointer = ckpt.Checkpointer(root, member=name, members=names, timeout=300, keep=Latest(2))
+        assert self.checkpointer._joint is not None
+        self.run, self._counts = self.checkpointer._joint._run, FaultyProcess()
+        self.run._backend = FaultyBackend(self.run._backend, process=self._counts)
+
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """The size of an object comes with its bytes, wherever a request is a message."""
+        return tuple(what for what in self._counts.log if not what.startswith("size "))
+
+    def restore(self) -> int | None:
+        step = self.checkpointer.restore(self.state)
+        assert (self.state["w"].tolist(), self.state["name"]) == ([step or 0] * 3, self.name)
+        return step
+
+    def save(self, n: int) -> str | None:
+        """Gives why the step does not exist."""
+        self.state["w"] = np.full(3, n)
+        self.checkpointer.save(n, self.state)
+        try:
+            self.checkpointer.wait()
+        except ConflictError as err:
+            return err.message
+        return None
+
+
+@pytest.fixture
+def root() -> Iterator[str]:
+    with empty_directory() as path:
+        yield path
+
+
+def made(root: str, names: tuple[str, ...]) -> list[Member]:
+    """Each in a thread of its own: those of one thread are one job, whose saves follow each other."""
+    members: list[Member] = []
+    for name in names:
+        thread = threading.Thread(target=lambda name=name: members.append(Member(root, name, names)))  # type: ignore[misc]
+        thread.start()
+        thread.join()
+    return members
+
+
+def each(members: list[Member], do: Callable[[Member], T]) -> list[T]:
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(do, members))
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.slow)])
+def test_many_members_end_on_one_step_whoever_goes_and_a_save_costs_each_three_requests(
+    count: int, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = tuple(f"m{n:02}" for n in range(count))
+    members = made(root, names)
+    assert each(members, Member.restore) == [None] * count
+    for n in (1, 2, 3):
+        before = {m.name: len(m.requests) for m in members}
+        record = Path(root, f"step-{n:08d}", "checkpoint.json")
+
+        def polls(end: float, record: Path = record) -> Iterator[None]:
+            """Who waits looks again when the last one has committed: how often before is time, and at most once a second."""
+            yield None
+            while not record.exists():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            yield None
+
+        with monkeypatch.context() as patch:
+            patch.setattr(joint, "_polls", polls)
+            assert each(members, lambda m, n=n: m.save(n)) == [None] * count  # type: ignore[misc]
+        asked = {m.name: m.requests[before[m.name] :] for m in members}
+        others = sorted(len(asked[name]) for name in names[1:])
+        # Two that see the marks of all at one moment both try to commit, and one looks at what the other put.
+        assert others[0] >= 2 and others[-2:] <= [5, 5] and sum(others) <= 3 * count + 2 * sum(length > 3 for length in others), asked
+    assert [s.number for s in list_steps(root) if s.committed] == [2, 3], "the first member keeps two"
+
+    began, before = time.monotonic(), {m.name: len(m.requests) for m in members}
+    members[0].run.request(9)
+    while time.monotonic() < began + 1.5:
+        for m in members[1:]:
+            m.checkpointer.requested()
+    seconds = time.monotonic() - began
+    assert max(len(m.requests) - before[m.name] for m in members[1:]) <= 1 + seconds
+    assert {m.checkpointer.requested() for m in members[1:]} <= {None, 9}
+
+    gone = members.pop(count // 2)
+    for m in members:
+        m.run.timeout = 3.0
+    assert each(members, lambda m: m.save(4)) == [f"step 4 was given up: {gone.name} did not save it within 3 s"] * (count - 1)
+    for m in [*members, gone]:
+        m.checkpointer.close()
+    members = made(root, names)
+    assert each(members, Member.restore) == [3] * count
+    for n in (4, 5):
+        assert each(members, lambda m, n=n: m.save(n)) == [None] * count  # type: ignore[misc]
+    for m in members:
+        m.checkpointer.close()
+        assert [s.number for s in list_steps(f"{root}/{m.name}")] == [4, 5]
+    assert [s.number for s in list_steps(root)] == [4, 5]
+    assert sorted(os.listdir(root)) == sorted(["joint.json", "requested.json", "step-00000004", "step-00000005", *names])
+    assert threading.active_count() < 3 * count, "no thread waits for a step that is over"
