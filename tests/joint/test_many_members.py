@@ -81,7 +81,7 @@ def each(members: list[Member], do: Callable[[Member], T]) -> list[T]:
 def test_many_members_end_on_one_step_whoever_goes_and_a_save_costs_each_three_requests(
     count: int, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = tuple(f"m{n:02}" for n in range(count))
+    names, threads = tuple(f"m{n:02}" for n in range(count)), threading.active_count()
     members = made(root, names)
     assert each(members, Member.restore) == [None] * count
     for n in (1, 2, 3):
@@ -129,4 +129,4 @@ def test_many_members_end_on_one_step_whoever_goes_and_a_save_costs_each_three_r
         assert [s.number for s in list_steps(f"{root}/{m.name}")] == [4, 5]
     assert [s.number for s in list_steps(root)] == [4, 5]
     assert sorted(os.listdir(root)) == sorted(["joint.json", "requested.json", "step-00000004", "step-00000005", *names])
-    assert threading.active_count() < 3 * count, "no thread waits for a step that is over"
+    assert threading.active_count() < threads + 3 * count, "no thread waits for a step that is over"

@@ -161,21 +161,26 @@ def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before(c
         into = {"m.t": torch.ones(5_000_000)}
         with Sink(source.address, into, timeout=TIMEOUT) as sink:
             assert sink.take() == before and not into["m.t"].any()
-        files = []
-        for step in range(3, 7):
+        files: list[int] = []
+        step = 3
+        while len(files) < 4:
             with caplog.at_level(logging.CRITICAL, logger="ckpt"):  # else the record of the error keeps all that it came from
                 publication = source.publish(step)
                 model["t"].detach().add_(1)
-                with pytest.raises(ConsistencyError):
-                    publication.result()
+                try:
+                    assert publication.result().step == step < 60
+                    failed = False  # on a busy machine the copy may come first
+                except ConsistencyError:
+                    failed = True
             del publication
             for thread in threading.enumerate():
                 if thread.name == "ckpt-publish":
                     thread.join()
             gc.collect()
-            files.append(segment_files())
+            files = [*files, segment_files()] if failed else []
+            step += 1
         assert files[-1] == files[0], "versions that failed keep their memory"
-        assert source.publish(7).result().step == 7
+        assert source.publish(step).result().step == step
     gc.collect()
     assert segment_files() < files[0]
 

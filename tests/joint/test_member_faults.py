@@ -1,0 +1,152 @@
+"""One member of a run loses its storage: it hears so, the others give up in time, nothing is visible in part, and the next step works."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ckpt.errors import CkptError, ConflictError, StorageError
+from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
+from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import wrap_backends
+from ckpt.runs.step_listing import list_steps
+from tests.api.checked import empty_directory
+from tests.joint.test_many_members import Member, T, each, made
+
+NAMES = ("trainer", "buffer", "rollouts")
+
+
+class Cut(FaultyProcess):
+    """The storage as one member sees it. Once ``when`` is true of an operation, before it or ``after`` it, none succeeds."""
+
+    when: Callable[[str], bool] = staticmethod(lambda what: False)
+    after = cut = False
+
+    def operate(self, what: str, effect: Callable[[], T], half: Callable[[], None] | None = None) -> T:
+        hit = self.when(what)
+        if self.cut or (hit and not self.after):
+            self.cut = True
+            error = StorageError("the storage is cut off", where=what)
+            error.errno = errno.EIO
+            raise error
+        result = super().operate(what, effect, half)
+        self.cut = self.cut or hit
+        return result
+
+    def mend(self) -> None:
+        self.when, self.cut = lambda what: False, False
+
+
+@pytest.fixture
+def root() -> Iterator[str]:
+    with empty_directory() as path:
+        yield path
+
+
+@pytest.fixture
+def cut(root: str) -> Iterator[Cut]:
+    """Of the member ``buffer``, for all that is opened below its directory; ``members_of`` adds the root."""
+    cut = Cut()
+
+    def wrap(inner: Backend) -> Backend:
+        return FaultyBackend(inner, process=cut) if f"{root}/buffer" in inner.url else inner
+
+    with wrap_backends(wrap):
+        yield cut
+
+
+def members_of(root: str, cut: Cut, timeout: float = 3.0) -> list[Member]:
+    members = made(root, NAMES)
+    for m in members:
+        m.run.timeout = timeout
+        if m.name == "buffer":
+            m.run._backend = FaultyBackend(m.run._backend, process=cut)
+    return members
+
+
+def ends(do: Callable[[Member], Any]) -> Callable[[Member], Any]:
+    """What ``do`` gives, or the error that it ends with."""
+
+    def run(m: Member) -> Any:
+        try:
+            return do(m)
+        except CkptError as err:
+            return err
+
+    return run
+
+
+def save(n: int) -> Callable[[Member], Any]:
+    return ends(lambda m: m.save(n))
+
+
+@pytest.mark.parametrize(
+    ("moment", "when", "after", "commits"),
+    [
+        pytest.param("while it saves", lambda what: what.startswith("create "), False, False, marks=pytest.mark.slow),
+        pytest.param("before it commits", lambda what: what == "put_if checkpoint.json", False, False, marks=pytest.mark.slow),
+        ("before it is prepared", lambda what: "/members/" in what, False, False),
+        ("once it is prepared", lambda what: what.startswith("put_if") and "/members/" in what, True, True),
+    ],
+)
+def test_a_member_whose_storage_is_cut_off_while_it_saves(
+    moment: str, when: Callable[[str], bool], after: bool, commits: bool, root: str, cut: Cut
+) -> None:
+    members, events = members_of(root, cut, timeout=30), list[tuple[str, str, int | None]]()
+    assert each(members, Member.restore) == [None] * 3
+    assert each(members, save(1)) == [None] * 3
+    for m in members:
+        m.run.timeout = 3.0
+        assert m.checkpointer._joint is not None and m.checkpointer._joint.reporter is not None
+        tell, name = m.checkpointer._joint.reporter.tell, m.name
+
+        def told(kind: str, step: int | None, *more: Any, tell: Any = tell, name: str = name, **values: Any) -> None:
+            events.append((name, kind, step))
+            tell(kind, step, *more, **values)
+
+        m.checkpointer._joint.reporter.tell = told  # type: ignore[method-assign]
+    cut.when, cut.after = when, after
+    ended = dict(zip(NAMES, each(members, save(2)), strict=True))
+    assert cut.cut and isinstance(ended["buffer"], StorageError) and "cut off" in str(ended["buffer"]), ended
+    others = None if commits else "step 2 was given up: buffer did not save it within 3 s"
+    assert (ended["trainer"], ended["rollouts"]) == (others, others)
+    kind = "save.joint" if commits else "save.given_up"
+    assert {(name, kind, 2) for name in ("trainer", "rollouts")} <= set(events)
+    cut.mend()
+    assert [s.number for s in list_steps(root) if s.committed] == [1, 2][: 1 + commits]
+    for m in members:
+        m.run.timeout = 30
+    assert each(members, save(3)) == [None] * 3, "what follows works"
+    for m in members:
+        m.checkpointer.close()
+    assert each(made(root, NAMES), Member.restore) == [3] * 3
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param(lambda what: what == "read joint.json", marks=pytest.mark.slow, id="joins"),
+        pytest.param(lambda what: what.startswith("read") and ("index-" in what or ".safetensors" in what), id="loads"),
+        pytest.param(lambda what: what == "put_if joint.json", marks=pytest.mark.slow, id="says so"),
+    ],
+)
+def test_a_member_whose_storage_is_cut_off_while_it_restores(when: Callable[[str], bool], root: str, cut: Cut) -> None:
+    members = members_of(root, cut, timeout=30)
+    assert each(members, Member.restore) == [None] * 3
+    for n in (1, 2):
+        assert each(members, save(n)) == [None] * 3
+    for m in members:
+        m.checkpointer.close()
+    members, cut.when = members_of(root, cut), when
+    ended = dict(zip(NAMES, each(members, ends(Member.restore)), strict=True))
+    assert cut.cut and isinstance(ended["buffer"], StorageError), ended
+    for name in ("trainer", "rollouts"):
+        assert isinstance(ended[name], ConflictError) and "buffer" in str(ended[name]), "it says who is awaited"
+    cut.mend()
+    for m in members:
+        m.checkpointer.close()
+    members = members_of(root, cut, timeout=30)
+    assert each(members, Member.restore) == [2] * 3, "nobody went back for what was out of reach"
