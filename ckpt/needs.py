@@ -15,6 +15,7 @@ from warnings import warn
 
 from .concurrency import gc_paused
 from .errors import UsageError
+from .errors import __all__ as error_names
 from .settings import __version__
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
 
     def get(name: str) -> Any:
         if name not in where:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            hint = f"; it is ckpt.errors.{name}" if name in error_names else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
         module, colon, other = where[name].partition(":")
         try:
             with gc_paused():  # each collection would walk through all of torch

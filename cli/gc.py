@@ -182,6 +182,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     from ckpt.formats.registry import list_foreign
     from ckpt.io_backends.registry import open_backend
     from ckpt.policies import All, AnyOf, parse_keep, retention
+    from ckpt.runs.members import joint_uses
     from ckpt.runs.orphans import find_orphans
     from ckpt.runs.removal import infos
     from ckpt.runs.step_listing import KnownSteps, directory_name, none_here, stored_sizes, vanished_bases
@@ -202,7 +203,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
             hint = "remove them yourself; `ckpt ls` lists them"
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
-    facts = infos(steps)
+    facts = infos(steps, joint=joint_uses(root, steps))
     keep = AnyOf(*map(parse_keep, rules)) if rules else All()
     verdicts = retention(keep, facts, datetime.fromtimestamp(now, timezone.utc), abandoned=not abandoned)
     sizes = stored_sizes(steps)

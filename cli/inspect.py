@@ -226,6 +226,8 @@ def _print_totals(catalog: Catalog, entries: Sequence[TensorEntry], output: Outp
     totals = _totals(entries)
     bytes_and_chunks = f"{units.size(totals['bytes'])} in {units.plural(totals['chunks'], 'chunk')}"
     output.line(f"{units.plural(totals['tensors'], 'tensor')}, {totals['elements']:,} elements, {bytes_and_chunks} ({catalog.format})")
+    if not catalog.tensors and (values := _values(catalog)):
+        output.line(f"{units.plural(len(values), 'value')}: --state shows them")
     for note in _notes(catalog):
         output.line(f"note: {note}")
 
@@ -273,7 +275,14 @@ def _print_state(values: dict[str, Any], output: Output) -> None:
         for path in values:
             output.line(path)
         return
-    output.table(("PATH", "~VALUE"), [(path, shorten(node)) for path, node in values.items()])
+
+    def shown(node: Any) -> str:
+        match node:
+            case {"$array": [str(dtype), list(sizes), _]}:  # its bytes would say nothing
+                return f"array {dtype} {units.shape(sizes)}"
+        return shorten(node)
+
+    output.table(("PATH", "~VALUE"), [(path, shown(node)) for path, node in values.items()])
 
 
 # -------------------------------------------------------------------------------------------------------------- machines

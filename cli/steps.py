@@ -14,7 +14,7 @@ from ckpt import units
 from ckpt.cli.console.dividing import divided, divisible
 from ckpt.cli.console.interrupts import when_interrupted
 from ckpt.cli.console.output import URL, Output, Update, options, progress, style
-from ckpt.errors import FormatError, UsageError
+from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.needs import require_torch
 
 if TYPE_CHECKING:
@@ -129,9 +129,13 @@ def cp(source: str, target: str, *, threads: int | None, compare: bool, dry_run:
       ckpt cp runs/a/step-00001000 s3://bucket/runs/a/
       ckpt cp gs://bucket/runs/a/step-00001000 /local/disk/step-00001000
     """
-    from ckpt.io_backends.registry import join_url
+    from ckpt.formats.native.commit import read_record
+    from ckpt.io_backends.registry import join_url, open_backend
 
     if target.endswith("/"):
+        if read_record(open_backend(target)) is not None:
+            message = "DST is a checkpoint itself; a copy inside it would be hidden"
+            raise ConflictError(message, where=target, hint="name the directory of a run, or a new directory without / at its end")
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
     with divided(target, output, single=False) as (work, output):
         with when_interrupted("nothing was written" if dry_run else _COPY_INTERRUPTED), progress("cp", output) as update:

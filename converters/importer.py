@@ -24,7 +24,7 @@ from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
 from ckpt.formats.deltas.chain import ChainBackend
 from ckpt.formats.external.base import open_single
 from ckpt.formats.native.clearing import check_free, check_no_link
-from ckpt.formats.native.commit import VIRTUAL, id_in, new_id, read_record
+from ckpt.formats.native.commit import VIRTUAL, id_replaced, new_id, read_record
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import CheckpointJournal, write_index
 from ckpt.formats.registry import open_catalog
@@ -96,7 +96,7 @@ def import_checkpoint(
     selection = SelectOptions(views=views, only=only, skip=skip)
     references = _point(catalog, selection)
     contents = references.contents()
-    journal = CheckpointJournal(backend, id=new_id(id_in(previous)), previous=previous)
+    journal = CheckpointJournal(backend, id=new_id(id_replaced(previous, backend.url)), previous=previous)
     _check_apart(journal, catalog.backend, contents)
     if previous is None:
         check_free(backend, "import")

@@ -34,6 +34,13 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     assert [name for name, bound in bounds.items() if not f"{pinned[name]}.".startswith(f"{bound}.")] == []
 
 
+def test_the_readme_names_all_but_torch() -> None:
+    needs = {re.split("[><;]", need)[0] for need in PROJECT["dependencies"] if "python_version" not in need}
+    line = re.search(r"pip install --no-deps \.\npip install (.*)", (ROOT / "README.md").read_text())
+    assert line is not None
+    assert set(line[1].split()) == needs - {"torch"}
+
+
 def test_the_workflow_runs_each_python_that_the_package_claims() -> None:
     claimed = {text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)}
     assert set(WORKFLOW["jobs"]["python"]["strategy"]["matrix"]["python"]) == claimed

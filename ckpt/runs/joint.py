@@ -45,16 +45,15 @@ from ckpt.formats.native.commit import (
     now,
     read_record,
 )
-from ckpt.formats.native.paths import step_number
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import KeepPolicy, retention
 from ckpt.text import parse_object
 
 from .lineage import branches_after
-from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, member_path
+from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, joint_steps, member_path
 from .removal import infos, remove_steps
-from .step_listing import Step, check_release, directory_name, in_order, list_steps, read_steps, step_name, step_url
+from .step_listing import Step, check_release, directory_name, list_steps, step_name, step_url
 
 log = logging.getLogger("ckpt")
 
@@ -415,6 +414,11 @@ class JointRun:
             except ConflictError:  # another member was first, or hid one of an earlier generation
                 data = read_record(self._backend, f"{step_name(n)}/")
             there = None if data is None else CommitRecord.from_bytes(data, step_url(self.root, n))
+            if there is not None and there.generation is None:
+                hint = "move it to another run; a run of several jobs has a root of its own"
+                raise ConflictError(
+                    "a checkpoint of one job is here, which a joint step does not replace", where=step_url(self.root, n), hint=hint
+                )
             if there is not None and (there.generation or "") >= (record.generation or ""):
                 return there
 
@@ -467,9 +471,7 @@ class JointRun:
     # ---- objects
 
     def steps(self) -> list[Step]:
-        """As ``list_steps`` gives them, without a look into the directories of the members."""
-        names = [name.rstrip("/") for name in self._backend.list_dir("") if name.endswith("/")]
-        return in_order(read_steps(self._backend, self.root, [name for name in names if step_number(name) is not None]).values())
+        return joint_steps(self._backend, self.root)
 
     def _record(self, n: int) -> CommitRecord | None:
         data = read_record(self._backend, f"{step_name(n)}/")

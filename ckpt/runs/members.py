@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
-from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.awaited import MARKS
+from ckpt.errors import CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.awaited import GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
+from ckpt.formats.native.paths import is_there, split_url, step_number
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.text import parse_object
 
-from .step_listing import step_name
+from .step_listing import Step, directory_name, in_order, read_steps, step_name
 
 _FORMAT, _VERSION = "ckpt-joint", 1
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.]{0,63}")
@@ -151,6 +153,32 @@ def check_members(member: object, members: object) -> tuple[str, ...]:
 def member_path(member: str, n: int) -> str:
     """Where a member has its checkpoint of step ``n``, relative to the root of the run."""
     return f"{member}/{step_name(n)}"
+
+
+def joint_steps(backend: Backend, root: str) -> list[Step]:
+    """As ``list_steps`` gives them, without a look into the directories of the members."""
+    names = [name.rstrip("/") for name in backend.list_dir("") if name.endswith("/")]
+    return in_order(read_steps(backend, root, [name for name in names if step_number(name) is not None]).values())
+
+
+def joint_uses(run: str, steps: Sequence[Step]) -> dict[str, str]:
+    """Which of ``steps`` have to stay because ``run`` is that of a member: by id, what needs them. Empty for any other run."""
+    try:
+        above, member = split_url(open_backend(run))
+        backend = open_backend(above)
+        joint = joint_steps(backend, above)
+        if not any(s.members for s in joint) and not is_there(backend, GENERATION_PATH):
+            return {}
+    except (UsageError, StorageError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
+        return {}
+    damaged = next((directory_name(s) for s in joint if s.damaged), None)
+    uses = {} if damaged is None else {s.id: f"../{damaged}, whose record is damaged" for s in steps if s.id is not None}
+    for s in joint:
+        awaited = backend.list_prefix(f"{directory_name(s)}/{MARKS}/") if s.prepared else ()
+        marks = [Mark.of(name) for entry in awaited if (name := entry.path.rpartition("/")[2]).count("-") == 3]
+        ids = [c.id for c in s.members.values() if c.path.startswith(f"{member}/")] + [m.id for m in marks if m.member == member]
+        uses |= dict.fromkeys(ids, f"../{directory_name(s)}")
+    return uses
 
 
 def member_urls(url: str) -> dict[str, str]:

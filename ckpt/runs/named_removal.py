@@ -10,6 +10,7 @@ from ckpt.formats.native.paths import split_url
 from ckpt.formats.registry import find_format
 from ckpt.io_backends.registry import open_backend
 
+from .members import joint_uses
 from .removal import remove_at, remove_steps, uses
 from .step_listing import Step, directory_name, list_steps, look, none_here
 
@@ -55,6 +56,8 @@ def named_removal(url: str) -> NamedRemoval:
         used = [text] if (text := referred_files(backend).text()) else []
     else:
         used = uses(here, steps)
+        if run is not None and here.id is not None and (user := joint_uses(run, steps).get(here.id)) is not None:
+            used.append(f"it is a part of {user}")
     if used:
         hint = "remove these first, or make copies of them that need no other: `ckpt cp`"
         raise ConflictError(f"it has to stay: {'; '.join(used)}", where=url, hint=hint)

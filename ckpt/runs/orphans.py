@@ -12,12 +12,14 @@ from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
+from ckpt.formats.native.awaited import GENERATION_PATH
 from ckpt.formats.native.clearing import BATCH, FileReferrers, RunReferrers, clear, referrers_in
 from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, began
-from ckpt.formats.native.paths import id_of, is_there
+from ckpt.formats.native.paths import id_of, is_there, step_number
 from ckpt.formats.native.writer import committed_id
 from ckpt.formats.registry import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, ExportRecord, mark_name, record_path
 from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload
+from ckpt.io_backends.registry import join_url, open_backend
 
 # One thing that a killed process left behind, as ``orphans`` finds and removes it.
 
@@ -245,8 +247,9 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
     intents = Intents()
     age = partial(_judge, backend, older_than=older_than, now=now)
     settled = partial(_judge, backend, older_than=min(older_than, SETTLED), now=now)
+    split = partial(_split, joint=is_there(backend, GENERATION_PATH))
     for entry in backend.list_prefix():
-        directory, inner = _split(entry.path)
+        directory, inner = split(entry.path)
         save = id_of(inner)
         if _TEMPORARY.fullmatch(entry.path):
             removable, reason = age([entry], None)
@@ -261,7 +264,7 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
     for upload in backend.pending_uploads():
         removable = older_than == 0 or now - upload.started >= older_than
         reason = f"an upload that began {_ago(now - upload.started)} ago" + ("" if removable else " and may go on")
-        directory, inner = _split(upload.path)
+        directory, inner = split(upload.path)
         place = Place(directory)
         uploads.append(Orphan(what="upload", place=place, id=id_of(inner), upload=upload, removable=removable, reason=reason))
     busy = {d.path for d in uploads if not d.removable}
@@ -270,7 +273,8 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
         return directories[directory].saves.pop(id, []) if directory in directories else []
 
     orphans += intents.orphans(backend, taken, partial(_committed, backend), age, busy)
-    referrers = cache(partial(referrers_in, backend))  # all records of the run are read for it: only if there are any saves left
+    # All records of the run are read for it: only if there are any saves left.
+    referrers = cache(lambda run: referrers_in(open_backend(join_url(backend.url, run)) if run else backend))
     for name, directory_left in directories.items():
         orphans += _kept_for_others(_saves(backend, name, directory_left, age, settled), referrers)
     orphans += uploads
@@ -282,10 +286,14 @@ def find_orphans(backend: Backend, *, older_than: float, now: float) -> list[Orp
     return [replace(o, removable=False, reason=reason) if not o.place.directory else o for o in orphans]
 
 
-def _split(path: str) -> tuple[str, str]:
-    """The directory right below the root, if the path of a checkpoint's file follows it, and that path."""
+def _split(path: str, *, joint: bool = False) -> tuple[str, str]:
+    """The directory right below the root, if the path of a checkpoint's file follows it, and that path. ``joint``: the root is that of
+    several jobs, whose checkpoints lie right below the directories of the members."""
+    if path == COMMIT_PATH or id_of(path) is not None:
+        return "", path
     first, _, rest = path.partition("/")
-    return ("", path) if path == COMMIT_PATH or id_of(path) is not None else (first, rest)
+    second, _, inner = rest.partition("/")
+    return (f"{first}/{second}", inner) if joint and inner and step_number(first) is None else (first, rest)
 
 
 def _saves(
@@ -316,11 +324,12 @@ def _saves(
         yield Orphan(what="save", place=place, id=id, stages=(tuple(entries),), removable=removable, reason=reason)
 
 
-def _kept_for_others(orphans: Iterable[Orphan], run: Callable[[], RunReferrers]) -> Iterator[Orphan]:
+def _kept_for_others(orphans: Iterable[Orphan], referrers_below: Callable[[str], RunReferrers]) -> Iterator[Orphan]:
     """The same, but for files of a save that was replaced which checkpoints of the run refer to, or may refer to: these stay."""
     for orphan in orphans:
         directory = orphan.place.directory
-        referrers = run().to(directory) if directory else FileReferrers()
+        run, _, name = directory.rpartition("/")
+        referrers = referrers_below(run).to(name) if name else FileReferrers()
         named = {e: names for e in orphan.entries if (names := referrers.of(e.path.removeprefix(f"{directory}/")))}
         go = [e for e in orphan.entries if e not in named]
         if named:
@@ -387,7 +396,7 @@ def _remove_stages(backend: Backend, orphan: Orphan) -> None:
         # It may go on, or have ended, since the stage before; of one that has ended the record went in the first stage.
         if not is_still(backend, orphan, committed) and not (orphan.ended and number):
             return
-        if orphan.id is not None and any(id_of(_split(e.path)[1]) == orphan.id for e in stage):
+        if orphan.id is not None and any(id_of(e.path.removeprefix(place.path(""))) == orphan.id for e in stage):
             clear(backend, orphan.id, place.path(""), [e.path for e in stage], partial(committed, place.directory))
         else:
             to_the_end = orphan.ended or number + 1 == len(orphan.stages)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from functools import partial
+from types import MappingProxyType
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError
@@ -339,9 +340,9 @@ def _remove_link(root: Backend, name: str, target: str) -> bool:
     return True
 
 
-def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
+def infos(steps: Sequence[Step], *, bases: bool = True, joint: Mapping[str, str] = MappingProxyType({})) -> list[StepInfo]:
     """What keeping policies know of the checkpoints of a run; those without a step number are left out. ``bases``: whether what lies below
-    parts of a state is here, so that it has to stay.
+    parts of a state is here, so that it has to stay. ``joint``: what ``joint_uses`` gives.
 
     What a virtual checkpoint of the run points into is referred to by it; if that has no step number, it counts as a tag. So does one
     of which nobody can say what it refers to: it keeps all that others may refer to.
@@ -359,6 +360,7 @@ def infos(steps: Sequence[Step], *, bases: bool = True) -> list[StepInfo]:
                     *s.tags,
                     *(f"used by {directory_name(v)}" for v in using.get(s.url, ()) if v.number is None),
                     *(f"{directory_name(u)} may use it: its record or index cannot be read" for u in unsure if u is not s and s.reusable),
+                    *([f"used by {joint[s.id]}"] if s.id is not None and s.id in joint else ()),
                 ]
             ),
             referred_by=tuple(v.number for v in using.get(s.url, ()) if v.number is not None),

@@ -374,7 +374,7 @@ def _remove(
     if keep == All():
         return
     try:
-        committed = [s for s in _list(known, root) if s.committed]
+        committed = [s for s in _list(known, root) if s.committed and not s.members]  # a step of several jobs is not this one's to remove
         steps = {s.number: s for s in committed if s.number is not None}
         # What is not judged, having no number or that of another, stays: and so has to what it uses.
         facts = infos([s if s.number is not None and steps[s.number] is s else replace(s, number=None) for s in committed], bases=bases)

@@ -18,7 +18,7 @@ from ckpt.formats.external.base import ExternalCatalog
 from ckpt.formats.journal import ConversionJournal, begin, ended, find
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.clearing import check_no_link, resume
-from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, id_in, new_id, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, has_random_digits, id_replaced, new_id, read_record
 from ckpt.formats.native.virtual import VirtualCatalog
 from ckpt.formats.native.writer import committed_id
 from ckpt.formats.registry import CONVERTING, MARKS, ConversionRecord, open_catalog
@@ -145,7 +145,7 @@ class Conversion:
             return over
         # The random digits of the id are derived from the digest of what is converted. So an id tells later attempts
         # whether a checkpoint that is there is the result of this very conversion.
-        id = new_id(id_in(self._previous), random=int(self.digest, 16)) if self.record is None else self.record.id
+        id = new_id(id_replaced(self._previous, self.url), random=int(self.digest, 16)) if self.record is None else self.record.id
         planned = self._plan(id)  # what cannot be planned leaves nothing behind
         if self.record is None:
             if self.part[0] and len(planned.files) <= self.part[0]:

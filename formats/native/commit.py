@@ -282,14 +282,20 @@ def new_id(*earlier: str | None, random: int | None = None) -> str:
     return _base36(moment, 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
 
 
-def id_in(record: bytes | None) -> str | None:
-    """The id in a commit record; None if there is no record, or nobody can read it."""
-    if record is None:
-        return None
+def id_replaced(data: bytes | None, url: str) -> str | None:
+    """The id of the checkpoint at ``url`` that a save takes the place of, given its record; None if there is none, or nobody can read it.
+
+    Raises:
+        UsageError: it is a step of several jobs, and the save would take the checkpoints of all of them out of their run.
+    """
     try:
-        return CommitRecord.from_bytes(record, COMMIT_PATH).id
+        record = None if data is None else CommitRecord.from_bytes(data, COMMIT_PATH)
     except (CorruptError, FormatError):
         return None
+    if record is not None and record.generation is not None:
+        hint = "give member= and members= (a run of several jobs), or save to another directory"
+        raise UsageError("a step of several jobs is here, which no checkpoint of one job replaces", where=url, hint=hint)
+    return None if record is None else record.id
 
 
 def has_random_digits(id: str, random: int) -> bool:

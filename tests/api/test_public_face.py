@@ -48,6 +48,8 @@ def test_import_of_everything() -> None:
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(AttributeError, match="'ckpt' has no attribute 'sav'"):
         ckpt.sav  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'DeadlineError'; it is ckpt\.errors\.DeadlineError"):
+        ckpt.DeadlineError  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(ImportError):
         exec("from ckpt import nothing")
 

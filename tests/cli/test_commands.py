@@ -16,7 +16,7 @@ import pytest
 import torch
 from click.testing import Result
 
-from ckpt import export, units
+from ckpt import export, save, units
 from ckpt.cli.main import COMMANDS, cli
 from ckpt.errors import CkptError
 from ckpt.formats.native.writer import set_tags
@@ -210,6 +210,12 @@ def test_inspect_state(run_root: Path) -> None:
     assert ckpt("inspect", "-q", "--state", run_root / "step-5", "sampler.*").stdout.split() == ["sampler.seed"]
     found = document(ckpt("inspect", "--json", "--state", run_root / "step-5"))
     assert (found["state"], found["ranks"]) == (STATE, {"1": RANKS[1]})
+
+
+def test_inspect_values_without_tensors(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", {"ids": np.arange(6).reshape(2, 3), "cursor": 7})
+    assert ckpt("inspect", tmp_path / "step-1").stdout.endswith("2 values: --state shows them\n")
+    assert rows(ckpt("inspect", "--state", tmp_path / "step-1"))[1:] == [["cursor", "7"], ["ids", "array int64 2 × 3"]]
 
 
 def test_inspect_a_damaged_one(run_root: Path) -> None:

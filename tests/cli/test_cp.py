@@ -74,6 +74,15 @@ def test_nothing_is_put_beside_what_is_no_checkpoint_of_ours(tmp_path: Path, ste
     assert run(*arguments, str(step), str(target)).exit_code == 0
 
 
+def test_nothing_is_put_into_another_checkpoint(tmp_path: Path, step: Path) -> None:
+    target = tmp_path / "copy"
+    assert run("cp", str(step), str(target)).exit_code == 0
+    before = sorted(target.rglob("*"))
+    refused = run("cp", str(step), f"{target}/")
+    assert (refused.exit_code, sorted(target.rglob("*"))) == (30, before)
+    assert "DST is a checkpoint itself" in refused.stderr
+
+
 def test_exit_codes(tmp_path: Path, step: Path) -> None:
     assert run("cp", str(tmp_path / "no"), str(tmp_path / "copy")).exit_code == 10
     assert run("cp", str(step), str(step)).exit_code == 2

@@ -185,6 +185,28 @@ def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -
     assert [s.number for s in list_steps(f"{root}/trainer")] == [1], "what belongs to no joint step is removed"
 
 
+def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none_from_it(root: str) -> None:
+    state = {"w": torch.ones(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        for n in (1, 2):
+            c.save(n, state)
+        c.wait()
+        ckpt.save(f"{root}/step-00000003", state)
+        c.save(3, state)
+        with pytest.raises(ConflictError, match="a checkpoint of one job is here"):
+            c.wait()
+    with pytest.raises(UsageError, match="a step of several jobs is here") as err:
+        ckpt.save(f"{root}/step-00000002", state)
+    assert "member=" in (err.value.hint or "")
+    with ckpt.Checkpointer(root, keep=Latest(1)) as alone:
+        for n in (4, 5):
+            alone.save(n, state)
+        alone.wait()
+    assert [(s.number, [*s.members]) for s in list_steps(root) if s.number != 3] == [(1, ["trainer"]), (2, ["trainer"]), (5, [])]
+    assert [ckpt.load(f"{root}/step-0000000{n}", state, member="trainer").bytes_needed for n in (1, 2)] == [12, 12]
+
+
 def test_a_member_that_restores_again_is_asked_for_lower_steps_too(root: str) -> None:
     state = {"w": torch.zeros(3)}
     with one_member(root) as c:

@@ -650,8 +650,20 @@ def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path
     assert (verified.exit_code, found["ok"]) == (20, False)
     assert {name: one["ok"] for name, one in found["members"].items()} == {name: name != "buffer" for name in NAMES}
 
+    waiting = saving(runs[0], 4)
+    refused = ckpt_command("rm", f"{root}/buffer/step-00000002", "--yes")
+    assert (refused.exit_code, "it is a part of ../step-00000002" in refused.stderr) == (30, True)
+    assert ckpt_command("gc", f"{root}/trainer", "--keep", "latest=1", "--yes").exit_code == 0
+    assert steps(f"{root}/trainer") == [1, 2, 3, 4] and ckpt_command("rm", f"{root}/trainer/step-00000004", "--yes").exit_code == 30
+    assert {ended().given_up for ended in [save(run, 4) for run in runs[1:]]} | {waiting.result(60).given_up} == {None}
+    assert ckpt_command("rm", f"{root}/step-00000004", "--yes").exit_code == 0
+
     assert ckpt_command("rm", one, "--yes").exit_code == 0
-    assert ckpt_command("gc", root, "--keep", "latest=1", "--yes").exit_code == 0
+    orphan = Path(root, "buffer", "step-00000001", "data", f"{new_id()}-00000.safetensors")
+    orphan.parent.mkdir(parents=True)
+    orphan.write_bytes(b"of a save that was killed")
+    assert ckpt_command("gc", root, "--yes").exit_code == 0 and orphan.exists(), "it is young"
+    assert ckpt_command("gc", root, "--keep", "latest=1", "--older-than", "0", "--yes").exit_code == 0 and not orphan.exists()
     assert steps(root) == [2, 3]
     assert all(steps(f"{root}/{name}") == [2, 3] for name in NAMES)
     assert ckpt_command("rm", three, "--yes").exit_code == 0

@@ -153,7 +153,7 @@ def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str)
     """Also if a ``ckpt gc`` takes the checkpoint before it for an orphan meanwhile, or somebody tags the new one."""
     root = "inprocess://clearing/run"
     url = prepared(root, replacing=True)
-    counted, clearing = FaultyProcess(), Clearing(root, 14)
+    counted, clearing = FaultyProcess(), Clearing(root, 15)
     with wrap_backends(counted.wrap):
         ckpt.save(url, state(NEW), threads=1)
     publish = counted.log.index("put_if checkpoint.json")

@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.errors import StorageError
-from ckpt.formats.native.commit import CommitRecord, id_in, new_id
+from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.protocol import DELETES, Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
@@ -150,7 +150,8 @@ def test_what_somebody_else_has_removed_and_saved_again_stays(tmp_path: Path) ->
     ckpt.save(tmp_path / "step-1", {"x": torch.zeros(2)})
     (step,) = list_steps(tmp_path)
     record = tmp_path / "step-1" / "checkpoint.json"
-    newer = replace(CommitRecord.from_bytes(record.read_bytes(), ""), id=new_id(id_in(record.read_bytes()))).to_bytes()
+    there = CommitRecord.from_bytes(record.read_bytes(), "")
+    newer = replace(there, id=new_id(there.id)).to_bytes()
     record.unlink()
     files = sorted(p for p in tmp_path.rglob("*") if p.is_file())
     assert remove_steps(str(tmp_path), [step], {}) == []  # another removal is at its files, or a save

@@ -22,7 +22,7 @@ from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, ConsistencyError
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
-from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_in, new_id, read_record
+from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
 from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
@@ -151,7 +151,7 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
-        self.replaced = id_in(self.previous)
+        self.replaced = id_replaced(self.previous, self.call.url)
         earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
         self.id = new_id(self.replaced, earlier, *(b.id for b in self.branches))
 

@@ -120,7 +120,7 @@ class SaveOptions:
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment."""
         if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
-            raise TypeError(f"got an unexpected keyword argument {min(unknown)!r}")
+            raise TypeError(f"neither a save nor a Checkpointer has an argument {min(unknown)!r}")
         check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
         only, trainable, codec = arguments.get("only"), arguments.get("trainable", False), arguments.get("codec")
         if codec is not None:
