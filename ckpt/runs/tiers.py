@@ -234,7 +234,7 @@ class Tiers:
         self._behind = behind
         numbers = ", ".join(map(str, behind)) if len(behind) <= _NAMED else f"{behind[0]} to {behind[-1]}"
         log.warning(
-            "%s: the run went back, and went on without %s; restore(state, step=…) takes what is named, `ckpt gc --abandoned` removes it",
+            "%s: the run went back, and went on without %s; restore(state, step=…) takes it, `ckpt gc --abandoned --yes` removes it",
             *(self.root, f"step {numbers}" if len(behind) == 1 else f"steps {numbers}"),
         )
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.plan.views import LogicalTensor
 
 
-INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc` removes them"
+INTERRUPTED = "run the same command again to resume: files that are complete are not written again; `ckpt gc --yes` removes them"
 
 
 def grouped(group: str, *names: str, **attributes: Any) -> Callable[[Command], Command]:

@@ -183,7 +183,7 @@ def entry_line(entry: LogEntry) -> str:
 PROGRESS_LIMIT = 16 << 10
 """Bytes that are read; a file has some 3,000 at most, however many ranks there are."""
 
-_PROGRESS_HINT = "the save itself does not need it; it goes when the save ends, or with `ckpt gc` if the save was killed"
+_PROGRESS_HINT = "the save itself does not need it; it goes when the save ends, or with `ckpt gc --yes` if the save was killed"
 
 
 class ProgressFile:

@@ -87,7 +87,7 @@ def test_what_is_no_checkpoint_stays(tmp_path: Path) -> None:
     refused(str(tmp_path / "model"), 12, "this is safetensors")
     shutil.copytree(root / "step-1", root / "step-2")
     (root / "step-2" / "checkpoint.json").unlink()
-    refused(f"{root}/step-2", 11, "a save did not finish", f"ckpt gc {root}")
+    refused(f"{root}/step-2", 11, "a save did not finish", f"ckpt gc {root} --yes")
 
 
 def test_a_damaged_one_goes_and_of_a_link_only_the_link(tmp_path: Path) -> None:
