@@ -1,17 +1,26 @@
-"""One member of a run loses its storage: it hears so, the others give up in time, nothing is visible in part, and the next step works."""
+"""One member of a run loses its storage or stands still: it hears so, the others give up in time, and nothing is visible in part."""
 
 from __future__ import annotations
 
 import errno
+import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import ckpt
 from ckpt.errors import CkptError, ConflictError, StorageError
 from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.runs.members import Generation
 from ckpt.runs.step_listing import list_steps
 from tests.api.checked import empty_directory
 from tests.joint.test_many_members import Member, T, each, made
@@ -150,3 +159,79 @@ def test_a_member_whose_storage_is_cut_off_while_it_restores(when: Callable[[str
         m.checkpointer.close()
     members = members_of(root, cut, timeout=30)
     assert each(members, Member.restore) == [2] * 3, "nobody went back for what was out of reach"
+
+
+def frozen_member(root: str, moment: str, out: str) -> None:
+    """The member ``buffer``: it stops itself once, after it has learned what to load or after it has loaded it."""
+    state = {"w": np.zeros(3, np.int64), "name": "buffer"}
+    with ckpt.Checkpointer(root, member="buffer", members=NAMES, timeout=60) as c:
+        assert c._joint is not None
+        run = c._joint._run
+        join, loaded, stopped = run.join, run.loaded, list[bool]()
+
+        def stop() -> None:
+            if not stopped:
+                stopped.append(True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        def join_and_stop(*arguments: Any) -> Generation:
+            decided = join(*arguments)
+            if moment == "before it loads":
+                stop()
+            return decided
+
+        def stop_and_say() -> bool:
+            stop()
+            return loaded()
+
+        run.join, run.loaded = join_and_stop, stop_and_say  # type: ignore[method-assign]
+        try:
+            result: object = c.restore(state)
+            assert state["w"].tolist() == [result] * 3
+        except ConflictError as err:
+            result = err.message
+    Path(out).write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize(
+    ("moment", "replaced"),
+    [
+        ("after it has loaded", True),
+        pytest.param("after it has loaded", False, marks=pytest.mark.slow),
+        pytest.param("before it loads", True, marks=pytest.mark.slow),
+        pytest.param("before it loads", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_member_that_stands_still_in_its_restore_is_named_and_goes_on_with_the_others_or_ends(
+    moment: str, replaced: bool, root: str, tmp_path: Path
+) -> None:
+    members, out = made(root, NAMES), tmp_path / "out"
+    assert each(members, Member.restore) == [None] * 3
+    for n in (1, 2):
+        assert each(members, save(n)) == [None] * 3
+    for m in members:
+        m.checkpointer.close()
+    process = get_context("spawn").Process(target=frozen_member, args=(root, moment, str(out)))
+    process.start()
+    assert process.pid is not None
+    try:
+        end = time.monotonic() + 120
+        while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < end and process.is_alive()
+            time.sleep(0.02)
+        others = [m for m in members_of(root, Cut()) if m.name != "buffer"]
+        for err in each(others, ends(Member.restore)):
+            assert isinstance(err, ConflictError) and "buffer did not load step 2 within 3 s" in err.message
+        again = [m for m in made(root, NAMES) if replaced or m.name != "buffer"]
+        if not replaced:
+            os.kill(process.pid, signal.SIGCONT)
+        assert each(again, Member.restore) == [2] * len(again)
+        if replaced:
+            assert each(again, save(3)) == [None] * 3
+            os.kill(process.pid, signal.SIGCONT)
+        process.join(120)
+    finally:
+        process.kill()
+        process.join()
+    assert json.loads(out.read_text()) == ("another process restores as member buffer" if replaced else 2)
+    assert [s.number for s in list_steps(root) if s.committed] == ([2, 3] if replaced else [1, 2])
