@@ -23,7 +23,7 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
     """What a save of ``state`` would write on this rank; collective over ``group``. Nothing is written."""
     job = SaveJob.begin(group.call("save", url, options.timeout), options)
     call = job.call
-    with gc_paused(), call.phase("plan"):
+    with job.cache.turn, gc_paused(), call.phase("plan"):
         share = prepare(job, state)
         row = begin_row(job, share) | {"bytes": _rank_bytes(share.plan)}
 

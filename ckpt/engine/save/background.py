@@ -23,7 +23,7 @@ from ckpt.telemetry.callbacks import Stall
 
 from .capture import Capture
 from .fence import CaptureFence, CpuBackoff, Outcome, in_trace
-from .job import BlockedTime, Heartbeat, SaveJob, save_cache
+from .job import BlockedTime, Heartbeat, SaveJob, save_cache, wait_for_pending_save
 from .options import SaveOptions, SaveReport
 from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
 
@@ -251,29 +251,31 @@ def start_save(
     where the save fails here."""
     began = time.perf_counter()
     cache = save_cache(group)
-    blocked = cache.blocked = BlockedTime(cache.blocked)
-    heartbeat = Heartbeat(group.call("save", url, options.timeout))
-    job = SaveJob.begin(heartbeat.call, options, heartbeat.beat, blocked)
-    try:
-        with gc_paused():
-            share = prepare(job, state, background=True)
-            capture = stage(job, share)
-            if when == "lazy":
-                capture.capture_unfenced(share.collected.fenced(), options.threads, job.beat)
-    except BaseException as err:
-        # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
-        job.call.fail("begin", err)
-        if failed is not None:
-            failed(err, job.call.phase_name, time.perf_counter() - began)
-        raise
-    handle = SaveHandle(job, blocked, heartbeat.cancelled, capture.stage.backoff)
-    # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
-    now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
-    run = BackgroundRun(job=job, share=replace(share, capture=capture), capture=capture, then=then, failed=failed)
-    handle._start(run, 1 if when == "lazy" else options.threads, now=now)
-    if when == "eager":
-        handle._hurry()
-        handle.captured.error()  # waits
-    handle._stats.called = time.perf_counter() - began
-    blocked.stall.add(handle._stats.called)
-    return handle
+    with cache.turn:
+        wait_for_pending_save(group)  # which another thread has begun since the caller looked
+        blocked = cache.blocked = BlockedTime(cache.blocked)
+        heartbeat = Heartbeat(group.call("save", url, options.timeout))
+        job = SaveJob.begin(heartbeat.call, options, heartbeat.beat, blocked)
+        try:
+            with gc_paused():
+                share = prepare(job, state, background=True)
+                capture = stage(job, share)
+                if when == "lazy":
+                    capture.capture_unfenced(share.collected.fenced(), options.threads, job.beat)
+        except BaseException as err:
+            # An error before the first message would leave the other ranks waiting in "begin" until the deadline.
+            job.call.fail("begin", err)
+            if failed is not None:
+                failed(err, job.call.phase_name, time.perf_counter() - began)
+            raise
+        handle = SaveHandle(job, blocked, heartbeat.cancelled, capture.stage.backoff)
+        # Who waits for the copy should not share the cores with the writing, but a stage smaller than the state is emptied only by writing.
+        now = when == "eager" and all(segment.waits_for is None for segment in capture.stage.segments)
+        run = BackgroundRun(job=job, share=replace(share, capture=capture), capture=capture, then=then, failed=failed)
+        handle._start(run, 1 if when == "lazy" else options.threads, now=now)
+        if when == "eager":
+            handle._hurry()
+            handle.captured.error()  # waits
+        handle._stats.called = time.perf_counter() - began
+        blocked.stall.add(handle._stats.called)
+        return handle

@@ -54,8 +54,10 @@ class PendingSave(Protocol):
 
 @dataclass(eq=False)
 class SaveCache:
-    """What a job keeps between its saves."""
+    """What a job keeps between its saves. Threads that save with one group, as with two Checkpointers that one thread made, take turns:
+    a save holds ``turn`` until it is over or in flight, and all of this, memory for copies too, serves one save at a time."""
 
+    turn: threading.RLock = field(default_factory=threading.RLock)
     plans: Plans = field(default_factory=Plans)
     tables: list[Tables] = field(default_factory=list)
     arena: Arena = field(default_factory=Arena)
@@ -91,10 +93,7 @@ _caches: WeakKeyDictionary[Members, SaveCache] = WeakKeyDictionary()
 
 def save_cache(group: Members) -> SaveCache:
     """The cache of the job that saves with ``group``."""
-    cache = _caches.get(group)
-    if cache is None:
-        cache = _caches[group] = SaveCache()
-    return cache
+    return _caches.get(group) or _caches.setdefault(group, SaveCache())
 
 
 def wait_for_pending_save(group: Members) -> None:
@@ -106,7 +105,9 @@ def wait_for_pending_save(group: Members) -> None:
     # An error that nobody has seen is raised here, by the next call of the job, on every rank that has it. A save may
     # be lost, but never without an exception.
     handle.wait()
-    cache.in_flight, group.saves = None, False
+    with cache.turn:
+        if cache.in_flight is handle:  # no other thread has begun one since
+            cache.in_flight, group.saves = None, False
     if not (handle.durable.error_reported or handle.captured.error_reported):
         handle.result()
 
@@ -115,6 +116,7 @@ def _forget_parent() -> None:
     """In a forked child no thread of the parent goes on: there is nothing to wait for."""
     for cache in _caches.values():
         cache.in_flight = cache.blocked = None
+        cache.turn = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_parent)

@@ -45,7 +45,7 @@ from ckpt.telemetry.progress import HASH, WRITE
 
 from .capture import Capture
 from .extensions import Extension, Mirrors, PartOnly
-from .job import SaveJob
+from .job import SaveJob, save_cache, wait_for_pending_save
 from .leader import Leader
 from .options import SaveOptions, SaveReport
 from .plan import APART, RankPlan, WriteOptions
@@ -102,14 +102,16 @@ class Committed:
 
 def save_state(url: str, state: object, group: Group, options: SaveOptions, failed: OnFailure | None = None) -> SaveReport:
     """Save; collective over ``group``. ``failed`` is called if that fails, before the error is raised."""
-    job = SaveJob.begin(group.call("save", url, options.timeout), options)
-    try:
-        with gc_paused():  # until what the save needed is gone: else it would all be looked through once at the end
-            return _save_now(job, state)
-    except BaseException as err:
-        if failed is not None:
-            failed(err, job.call.phase_name, time.perf_counter() - job.began)
-        raise
+    with save_cache(group).turn:
+        wait_for_pending_save(group)  # which another thread has begun since the caller looked
+        job = SaveJob.begin(group.call("save", url, options.timeout), options)
+        try:
+            with gc_paused():  # until what the save needed is gone: else it would all be looked through once at the end
+                return _save_now(job, state)
+        except BaseException as err:
+            if failed is not None:
+                failed(err, job.call.phase_name, time.perf_counter() - job.began)
+            raise
 
 
 def _save_now(job: SaveJob, state: object) -> SaveReport:
