@@ -213,6 +213,7 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     gone, rows, vanished = set(going), {}, vanished_bases(root, steps)
     for step in steps:
         removed, why = step.url in gone, () if step.number is None else reasons.get(step.number, ())
+        why = why if rules else tuple("no --keep was given" if reason == repr(keep) else reason for reason in why)
         if not step.committed and not step.damaged:
             saves = [o for o in orphans if o.what in _OF_A_STEP and o.place.directory in ("", directory_name(step))]
             removed, why = (

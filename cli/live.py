@@ -40,8 +40,8 @@ def watch(url: str, *, once: bool, interval: float | None, timeout: float, outpu
     """Show the progress of the save at URL, a run or a checkpoint: phase, bytes, and the ranks that it waits for. Exits with its result.
 
     Without a save in progress, wait for the next. A save becomes visible after one second, on object stores after five. With --json, each
-    poll prints one line. Exit code: 0 if the save is committed (with --once: or in progress), 10 if there is none, 11 if it failed, 31 if
-    it hangs.
+    poll prints one line. Exit code: 0 if the save is committed (with --once: or in progress), 10 if none starts or nothing is at URL, 11 if
+    it failed, 31 if it hangs.
 
     \b
     Example:

@@ -30,7 +30,7 @@ def printed(process: subprocess.Popen[str]) -> list[str]:
 
 @pytest.mark.parametrize("code", [BLOCKED, INSTALLED], ids=["without torch", "torch not imported"])
 def test_a_process_without_torch_saves_and_loads_values(tmp_path: Path, code: str) -> None:
-    ckpt.save(tmp_path / "theirs", values(3))
+    assert str(ckpt.save(tmp_path / "theirs", values(3))).startswith("saved values to ")
     assert printed(run("alone", tmp_path, code)) == ["b c d"], "what was not finished at step 2, and what nobody had"
     stored = open_catalog(str(tmp_path / "theirs"))
     for name in ("now", "later"):

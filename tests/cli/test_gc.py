@@ -42,6 +42,7 @@ def test_telling_removes_nothing(root: str) -> None:
     assert not said["acted"] and numbers(root) == [1, 2, 3, 4]
     assert run("gc", root, "--keep", "latest=2", "--dry-run").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
     assert run("gc", root, "--yes", "--dry-run").exit_code == 2
+    assert run("gc", root).stdout.count("no --keep was given") == 4
 
 
 def test_what_is_tagged_and_newest_stays(root: str) -> None:

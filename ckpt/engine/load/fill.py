@@ -77,10 +77,8 @@ class LoadReport:
     def __str__(self) -> str:
         verb = "would load" if self.dry_run else "loaded"
         lacking = "".join(f", {len(names)} {what}" for what, names in (("missing", self.missing), ("unexpected", self.unexpected)) if names)
-        return (
-            f"{verb} {units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}, from {self.url} in "
-            f"{units.duration(self.seconds)}{lacking}"
-        )
+        what = f"{units.plural(self.tensors, 'tensor')}, {units.size(self.bytes_needed)}," if self.tensors else "values"
+        return f"{verb} {what} from {self.url} in {units.duration(self.seconds)}{lacking}"
 
 
 class LoadArguments(TypedDict, total=False):

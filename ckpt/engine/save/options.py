@@ -54,7 +54,7 @@ class SaveReport:
     def __str__(self) -> str:
         verb = "would save" if self.dry_run else "saved"
         seconds = "" if math.isnan(self.seconds) else f" in {units.duration(self.seconds)}"
-        return f"{verb} {units.size(self.tensor_bytes)} to {self.url}{seconds}"
+        return f"{verb} {units.size(self.tensor_bytes) if self.tensor_bytes else 'values'} to {self.url}{seconds}"
 
 
 class SaveArguments(TypedDict, total=False):
