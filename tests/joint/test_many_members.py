@@ -116,8 +116,8 @@ def test_many_members_end_on_one_step_whoever_goes_and_a_save_costs_each_three_r
 
     gone = members.pop(count // 2)
     for m in members:
-        m.run.timeout = 3.0
-    assert each(members, lambda m: m.save(4)) == [f"step 4 was given up: {gone.name} did not save it within 3 s"] * (count - 1)
+        m.run.timeout = count / 2
+    assert each(members, lambda m: m.save(4)) == [f"step 4 was given up: {gone.name} did not save it within {count / 2:g} s"] * (count - 1)
     for m in [*members, gone]:
         m.checkpointer.close()
     members = made(root, names)
