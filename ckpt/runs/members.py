@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
-from ckpt.errors import CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.awaited import GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
@@ -169,7 +169,7 @@ def joint_uses(run: str, steps: Sequence[Step]) -> dict[str, str]:
         joint = joint_steps(backend, above)
         if not any(s.members for s in joint) and not is_there(backend, GENERATION_PATH):
             return {}
-    except (UsageError, StorageError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
+    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
         return {}
     damaged = next((directory_name(s) for s in joint if s.damaged), None)
     uses = {} if damaged is None else {s.id: f"../{damaged}, whose record is damaged" for s in steps if s.id is not None}

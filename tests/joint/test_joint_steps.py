@@ -21,7 +21,7 @@ from click.testing import CliRunner, Result
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
+from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.protocol import Backend
@@ -597,6 +597,23 @@ def test_a_joint_record_that_is_damaged_hides_no_other(root: str) -> None:
     remove_at(f"{root}/step-00000001")
     with pytest.raises(CorruptError, match="no joint step is whole: step-00000002: .*damaged"):
         JointRun(root, "trainer", NAMES, 5).join()
+
+
+def test_nothing_of_a_member_is_removed_while_storage_does_not_say_what_joint_steps_need(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = members(root, NAMES[:2])
+    restored(runs)
+    for n in (1, 2):
+        assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
+
+    def fails(*_: object) -> list[Step]:
+        raise StorageError("timed out")
+
+    monkeypatch.setattr("ckpt.runs.members.joint_steps", fails)
+    for command in (("gc", f"{root}/trainer", "--keep", "latest=1"), ("rm", f"{root}/trainer/step-00000001")):
+        assert "timed out" in ckpt_command(*command, "--yes").stderr
+    assert steps(f"{root}/trainer") == [1, 2]
 
 
 def ckpt_command(*arguments: str) -> Result:
