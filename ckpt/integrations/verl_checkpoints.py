@@ -130,7 +130,7 @@ class CkptCheckpointManager(BackgroundSave, _OWN):  # type: ignore[misc, valid-t
         if find_format(url) == FORMAT_NAME:
             part["only"] = [glob for glob in part.get("only", [g for globs in _PARTS.values() for g in globs]) if glob != _RNG]
             log.warning("%s is of verl: its random numbers are not taken", url)
-        load(url, self.state(), **{k: v for k, v in self.options.items() if k in ("timeout", "threads")}, **part)
+        load(url, self.state(), **{k: v for k, v in self.options.items() if k == "job"}, **part)
         if self.rank == 0 and local_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(local_path)
 

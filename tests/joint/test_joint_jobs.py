@@ -36,7 +36,7 @@ PRELOAD = ["torch", "pyarrow.ipc", "safetensors.torch", "ckpt.api", "ckpt.runs.c
 def member(root: str, name: str, last: int, every: int, seconds: float, out: str) -> None:
     """One job: it counts, saves every few steps, and notes what it restored and how it ended."""
     state = {"sum": torch.zeros(1000, dtype=torch.int64), "step": 0, "name": name}
-    with open(out, "a") as log, ckpt.Checkpointer(root, member=name, members=NAMES, timeout=60, keep=Latest(2)) as c:
+    with open(out, "a") as log, ckpt.Checkpointer(root, member=ckpt.Member(name, of=NAMES), job=ckpt.Job(timeout=60), keep=Latest(2)) as c:
         start = c.restore(state) or 0
         right = bool(state["sum"].eq(start * (start + 1) // 2).all()) and state["step"] == start and state["name"] == name
         print(json.dumps({"restored": start, "right": right}), file=log, flush=True)
@@ -160,7 +160,7 @@ def send(job: Job, number: signal.Signals) -> None:
 
 
 def one_member(root: str, name: str = "trainer", names: tuple[str, ...] = ("trainer",), **options: Any) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(root, member=name, members=names, timeout=options.pop("timeout", 20), **options)
+    return ckpt.Checkpointer(root, member=ckpt.Member(name, of=names), job=ckpt.Job(timeout=options.pop("timeout", 20)), **options)
 
 
 def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -> None:

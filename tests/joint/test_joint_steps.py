@@ -286,7 +286,7 @@ def test_a_member_that_stood_still_undoes_nothing_of_those_that_restarted_meanwh
 def test_a_member_that_stood_still_saves_no_step_again_that_a_later_process_has_saved(late: int, root: str) -> None:
     """Step 2 is one that both go back behind; of step 3 the member hears when its save looks at what is there."""
     state = {"w": torch.zeros(3)}
-    old, new = (ckpt.Checkpointer(root, member="trainer", members=("trainer",), timeout=20) for _ in range(2))
+    old, new = (ckpt.Checkpointer(root, member=ckpt.Member("trainer", of=("trainer",)), job=ckpt.Job(timeout=20)) for _ in range(2))
     old.restore(state)
     for n in (1, 2):
         old.save(n, state)
@@ -301,7 +301,7 @@ def test_a_member_that_stood_still_saves_no_step_again_that_a_later_process_has_
     with pytest.raises(ConflictError, match="trainer restarted"):
         old.save(late, state).result()
     new.close()
-    with ckpt.Checkpointer(root, member="trainer", members=("trainer",), timeout=20) as again:
+    with ckpt.Checkpointer(root, member=ckpt.Member("trainer", of=("trainer",)), job=ckpt.Job(timeout=20)) as again:
         assert again.restore(state) == 3
         assert again.restore(state, step=2) == 2
     assert state["w"].eq(1).all()
