@@ -100,9 +100,10 @@ class Calls:
 
     def save_async(self) -> Played:
         url = self._fresh()
-        work: Callable[[int], Any] = lambda rank: ckpt.save_async(
-            url, self.states[rank], layout=self.layout, job=ckpt.Job(threads=1)
-        ).wait()  # noqa: E731
+
+        def work(rank: int) -> None:
+            ckpt.save_async(url, self.states[rank], layout=self.layout, job=ckpt.Job(threads=1)).wait()
+
         return self.job.play(work, self._vary)
 
     def load(self) -> Played:
@@ -120,7 +121,7 @@ class Calls:
     def references(self) -> Played:
         """A save that refers to the one before it for all tensors."""
         if self.base is None:
-            self.save(reusable=True)
+            self.save(reuse=True)
             self.base = self.saved
         url, base = self._fresh("run"), self.base
         self.base = url

@@ -150,7 +150,7 @@ def _checkpointer(way: str, folder: str, group: Any) -> ckpt.Checkpointer:
     ways: dict[str, dict[str, Any]] = {
         "keep": {},
         "reuse": {"reuse": True},
-        "anchor": {"anchor": Anchor(EVERY)},
+        "anchor": {"reuse": Anchor(EVERY)},
         "local": {"local": f"{folder}/local"},
         "memory, local": {"memory": ckpt.Memory(keep=2), "local": f"{folder}/local", "save": EverySteps(EVERY)},
     }

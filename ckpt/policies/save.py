@@ -308,7 +308,7 @@ class OnPreemption(SavePolicy):
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "signals", tuple(signal.Signals(number) for number in self.signals))
+            object.__setattr__(self, "signals", tuple(int(signal.Signals(number)) for number in self.signals))
         except (TypeError, ValueError):
             text = f"OnPreemption(signals=) takes numbers of signals, not {self.signals!r}"
             raise UsageError(text, hint="OnPreemption(signals=[signal.SIGTERM, signal.SIGUSR1])") from None

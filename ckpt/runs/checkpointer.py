@@ -508,7 +508,11 @@ class Checkpointer:
         """
         self._check_open()
         if self._joint is None:
-            raise UsageError("only a member of a run of several jobs is asked to save", where=self.root, hint="give member= and members=")
+            raise UsageError(
+                "only a member of a run of several jobs is asked to save",
+                where=self.root,
+                hint='member=ckpt.Member("buffer", of=("trainer", "buffer"))',
+            )
         return self._joint.requested()
 
     def _place(self, n: int) -> str:

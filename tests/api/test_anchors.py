@@ -146,7 +146,7 @@ def test_an_anchor_that_nothing_may_refer_to_is_not_taken(run: Path, caplog: pyt
     first = state_of()
     ckpt.save(run / "step-1", first)
     ckpt.save(run / "step-2", moved(first), codec=XOR, reuse=run / "step-1")
-    assert "saved without reusable=True" in caplog.text
+    assert "saved without reuse=True" in caplog.text
     assert features(run / "step-2") == ("codecs",)
     holds(run / "step-2", moved(first))
 
@@ -335,10 +335,10 @@ def test_a_training_loop_goes_on_without_an_anchor_that_is_damaged(run: Path, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"anchor": 10}, "anchor= says which saves are anchors"),
-        ({"anchor": Anchor(), "codec": "zstd"}, "has a codec of its own"),
+        ({"reuse": 10}, "reuse= is True, False, a TrustFrozen or an Anchor, not 10"),
+        ({"reuse": Anchor(), "codec": "zstd"}, "has a codec of its own"),
         ({"codec": XOR}, "needs anchors"),
-        ({"anchor": Anchor(), "local": "fast"}, "anchor= does not work with a local tier"),
+        ({"reuse": Anchor(), "local": "fast"}, "reuse= does not work with a local tier"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(run: Path, arguments: dict[str, Any], message: str) -> None:

@@ -180,8 +180,7 @@ def test_plain_tensors_that_do_not_change_are_reused(run: Path) -> None:
 def test_tensors_of_another_run_that_changed_count_for_that_run_alone(run: Path, tmp_path: Path) -> None:
     other, name = tmp_path / "other", "what another run has, too"
     for n in range(1, 6):  # until nobody asks any more whether it is as it was
-        base = {} if n == 1 else {"base": other / f"step-{n - 1}"}
-        ckpt.save(other / f"step-{n}", {name: torch.full((64, 1024), float(n))}, reuse=True, **base)  # type: ignore[arg-type]
+        ckpt.save(other / f"step-{n}", {name: torch.full((64, 1024), float(n))}, reuse=n == 1 or other / f"step-{n - 1}")
     state = {name: torch.ones(64, 1024)}
     ckpt.save(run / "step-1", state, reuse=True)
     assert ckpt.save(run / "step-2", state, reuse=run / "step-1").reused_bytes == 64 * 1024 * 4
@@ -211,7 +210,7 @@ def test_a_base_without_128_bits_is_written_again_and_then_reused(run: Path, cap
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state)
     assert ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").reused_bytes == 0
-    assert "step-1 are written again: it was saved without reusable=True" in caplog.text
+    assert "step-1 are written again: it was saved without reuse=True" in caplog.text
     assert ckpt.save(run / "step-3", tuned.state, reuse=run / "step-2").reused_bytes >= FROZEN
 
 
@@ -380,7 +379,7 @@ def test_a_base_that_becomes_a_copy_while_a_save_that_refers_to_it_is_published(
     """The base has its id again when the save looks after the commit; the files that it referred to, which were listed before, are gone."""
     tuned = Tuned()
     for step in (1, 2):
-        ckpt.save(run / f"step-{step}", tuned.state, reuse=True, **({"base": run / "step-1"} if step == 2 else {}))
+        ckpt.save(run / f"step-{step}", tuned.state, reuse=run / "step-1" if step == 2 else True)
     copy_checkpoint(run / "step-2", run.parent / "copy")
     publish = CheckpointJournal._publish
 
@@ -416,7 +415,7 @@ def test_a_restored_step_is_not_opened_again_to_refer_to_it(run: Path) -> None:
     tuned, again, process = Tuned(), Tuned(seed=1), FaultyProcess()
     ckpt.save(run / "step-1", tuned.state, reuse=True)
     save_cache(current_group()).bases.clear()  # as another process
-    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True, run_log=False) as checkpointer:
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True) as checkpointer:
         assert checkpointer.restore(again.state) == 1
         with wrap_backends(process.wrap):
             checkpointer.save(2, again.state)

@@ -303,14 +303,18 @@ def test_the_state_must_be_a_dict(url: str, state: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout": 0}, {"timeout": -1.0}, {"timeout": float("inf")}, {"timeout": float("nan")}, {"threads": 0}, {"threads": -2}],
+    [
+        *({"timeout": wrong} for wrong in (0, -1.0, float("inf"), float("nan"), "60")),
+        *({"threads": wrong} for wrong in (0, -2, 2.5)),
+        *({"process_group": wrong} for wrong in ("dp", 3)),
+    ],
     ids=str,
 )
 def test_bad_options(url: str, options: dict[str, Any]) -> None:
     ckpt.save(url, {})
     for call in (ckpt.save, ckpt.load):
         with pytest.raises(UsageError, match=next(iter(options))):
-            call(url, {}, **options)
+            call(url, {}, job=ckpt.Job(**options))
 
 
 def test_options_by_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +338,7 @@ def test_verify_has_three_modes(url: str) -> None:
 def test_any_number_of_threads_gives_the_same(url: str, threads: int, chunks_of: Callable[[int], None]) -> None:
     chunks_of(1000)
     state = {f"t{i}": torch.arange(i * 37, dtype=torch.float32) for i in range(40)}
-    assert save(url, dict(state), threads=threads) == {name: described(t) for name, t in state.items()}
+    assert save(url, dict(state), job=ckpt.Job(threads=threads)) == {name: described(t) for name, t in state.items()}
     target = {name: torch.zeros_like(t) for name, t in state.items()}
     ckpt.load(url, dict(target), job=ckpt.Job(threads=threads))
     assert same(target, state)

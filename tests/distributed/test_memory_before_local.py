@@ -30,13 +30,15 @@ def train(folder: str, machines: Sequence[int], steps: range, dim: int, shared: 
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
     root = f"{folder}/root"
-    local = f"{folder}/shared" if shared else ckpt.NodeLocal(f"{folder}/disk{machine}", parity=parity)
+    local = (
+        ckpt.SharedLocal(f"{folder}/shared", keep=Latest(2))
+        if shared
+        else ckpt.NodeLocal(f"{folder}/disk{machine}", parity=parity, keep=Latest(2))
+    )
     memory = ckpt.Memory(keep=2, copies=0)
     with (
         wrap_backends(lambda b: NoData(b) if b.url.startswith(root) else b),
-        ckpt.Checkpointer(
-            root, memory=memory, local=local, save=EverySteps(2), keep=Latest(3), local_keep=Latest(2), job=ckpt.Job(timeout=20)
-        ) as c,
+        ckpt.Checkpointer(root, memory=memory, local=local, save=EverySteps(2), keep=Latest(3), job=ckpt.Job(timeout=20)) as c,
     ):
         state = state_of(-1, dim)
         start = c.restore(state)

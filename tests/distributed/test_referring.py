@@ -279,7 +279,7 @@ def save_first(url: str) -> None:
 
 
 def save_replicas(url: str, base: str | None = None) -> int:
-    return ckpt.save(url, {name: torch.full((9000,), float(ord(name))) for name in "abc"}, reuse=base).reused_bytes
+    return ckpt.save(url, {name: torch.full((9000,), float(ord(name))) for name in "abc"}, reuse=base or True).reused_bytes
 
 
 def test_fewer_ranks_refer_to_files_of_ranks_that_they_have_not(ranks: Ranks, tmp_path: Path) -> None:

@@ -80,10 +80,10 @@ def load_in(url: str, kind: str, options: dict[str, Any]) -> tuple[list[str], ck
     return wrong, report
 
 
-ALL = {"exchange": True, "pieces": True}
+ALL = {"read": ckpt.ReadOptions(exchange=True), "pieces": True}
 
 
-EACH: list[dict[str, Any]] = [{}, ALL, ALL | {"apart": True}, ALL | {"threads": 4, "apart": True}]
+EACH: list[dict[str, Any]] = [{}, ALL, ALL | {"apart": True}, ALL | {"job": ckpt.Job(threads=4), "apart": True}]
 """One after another in one process, in which small pieces and being apart stay."""
 
 

@@ -68,9 +68,9 @@ def train(
     """Go on, and save every step; what this rank saw. Rank r runs on ``nodes[r]``, whose disk is a folder of its own."""
     node = nodes[dist.get_rank()]
     socket.gethostname = lambda: f"node{node}"
-    local = ckpt.NodeLocal(f"{folder}/node{node}", copies=None if parity else copies, parity=parity)
+    local = ckpt.NodeLocal(f"{folder}/node{node}", copies=None if parity else copies, parity=parity, keep=Latest(2))
     at_root = f"{folder}/{root}"
-    policies: Any = {"save": EverySteps(1), "keep": Latest(3), "local_keep": Latest(2)}
+    policies: Any = {"save": EverySteps(1), "keep": Latest(3)}
     with (
         wrap_backends(lambda b: NoData(b) if no_root and b.url.startswith(at_root) else b),
         ckpt.Checkpointer(at_root, local=local, job=ckpt.Job(timeout=20), **policies) as c,

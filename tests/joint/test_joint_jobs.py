@@ -204,7 +204,7 @@ def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none
             alone.save(n, state)
         alone.wait()
     assert [(s.number, [*s.members]) for s in list_steps(root) if s.number != 3] == [(1, ["trainer"]), (2, ["trainer"]), (5, [])]
-    assert [ckpt.load(f"{root}/step-0000000{n}", state, member="trainer").bytes_needed for n in (1, 2)] == [12, 12]
+    assert [ckpt.load(ckpt.open(f"{root}/step-0000000{n}", member="trainer").url, state).bytes_needed for n in (1, 2)] == [12, 12]
 
 
 def test_a_member_that_restores_again_is_asked_for_lower_steps_too(root: str) -> None:
@@ -302,7 +302,7 @@ def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> 
 import ckpt, time
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
-c = ckpt.Checkpointer({root!r}, member="judge", members=("trainer", "judge"), timeout=60)
+c = ckpt.Checkpointer({root!r}, member=ckpt.Member("judge", of=("trainer", "judge")), job=ckpt.Job(timeout=60))
 print(c.restore({{"w": 0}}, members=MemberChanges(added=["judge"])), flush=True)
 """
     judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

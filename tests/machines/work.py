@@ -63,7 +63,7 @@ def _do(task: Task) -> str:
     elif task.do == "save_async":
         ckpt.save_async(task.url, state, layout=layout, job=ckpt.Job(timeout=task.timeout)).result()
     else:
-        options: dict[str, Any] = {"exchange": True} if task.exchange else {}
+        options: dict[str, Any] = {"read": ckpt.ReadOptions(exchange=True)} if task.exchange else {}
         ckpt.load(task.url, state, layout=layout, job=ckpt.Job(timeout=task.timeout), **options)
         wanted = _state(task.version, rank, world)
         wrong = [name for name in ("rows", "flat", "same") if not torch.equal(state[name], wanted[name])]
