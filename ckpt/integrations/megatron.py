@@ -48,7 +48,7 @@ class CkptSave(AsyncSaveShardedStrategy):
     """``checkpointing_context={"save_strategy": CkptSave()}`` is how Megatron-LM and Bridge take it.
 
     Args:
-        options: as for :func:`ckpt.save`: ``codec``, ``threads``, ``timeout``, …
+        options: as for :func:`ckpt.save`: ``codec``, ``job``, …
     """
 
     can_handle_sharded_objects = True
@@ -85,7 +85,7 @@ class CkptLoad(LoadShardedStrategy):
     """Loads what :class:`CkptSave` has saved, on any number of ranks. ``dist_checkpointing.load`` chooses it by itself.
 
     Args:
-        options: as for :func:`ckpt.load`: ``cast``, ``verify``, ``threads``, …
+        options: as for :func:`ckpt.load`: ``cast``, ``read``, ``job``, …
     """
 
     can_handle_sharded_objects = True

@@ -141,7 +141,7 @@ def use(root: str | os.PathLike[str] | None = None, **options: Any) -> None:
     Args:
         root: where checkpoints go, such as ``s3://bucket/run``; without it, where verl's ``default_local_dir`` is. That directory has the
             position in the data and the tracker file in any case, so it must outlive the machine.
-        options: of :func:`ckpt.save_async`: ``codec``, ``timeout``, ``threads``...
+        options: of :func:`ckpt.save_async`: ``codec``, ``job``...
     """
     warn_if_untried("verl", "0.9.1")
     CkptCheckpointManager.root, CkptCheckpointManager.options = None if root is None else os.fspath(root), options
