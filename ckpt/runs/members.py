@@ -162,7 +162,7 @@ def check_members(member: object, members: object) -> tuple[str, ...]:
     if len(set(texts)) < len(texts):
         raise UsageError(f"a member is there twice in {', '.join(texts)}")
     if member not in texts:
-        raise UsageError(f"{member!r} is not among the members {', '.join(texts)}", hint="of= names all of them, also this one")
+        raise UsageError(f"{member!r} is not among the members {', '.join(texts) or 'none'}", hint="of= names all of them, also this one")
     return texts
 
 

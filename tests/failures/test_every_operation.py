@@ -171,7 +171,7 @@ def test_a_load_that_fails_raises_and_the_next_one_works(root: str, kind: str) -
     for n, what in enumerate(counted.log):
         process = FaultyProcess(Fault(at=n, kind=kind))  # type: ignore[arg-type]
         with wrap_backends(process.wrap), pytest.raises(ERRORS[kind]) as caught:
-            stored(url, threads=1)
+            stored(url, job=ckpt.Job(threads=1))
         if what.startswith("read_into"):
             assert "partly overwritten" in str(caught.value) or kind == "crash"
         assert stored(url) == NEW

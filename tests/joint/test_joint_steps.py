@@ -504,8 +504,8 @@ def test_members_that_do_not_agree_are_an_error_by_name(root: str) -> None:
         (("a-b", ["a-b"]), "cannot be the name"),
         (("members", ["members"]), "cannot be the name"),
         (("a", "a"), "list of names"),
-        (("a", ()), "belong together"),
-        ((None, ["a", "b"]), "belong together"),
+        (("a", ()), "'a' is not among the members none"),
+        ((None, ["a", "b"]), "None is not among the members a, b"),
     ):
         with pytest.raises(UsageError, match=text):
             check_members(*wrong)
