@@ -10,6 +10,8 @@ that are nearly one of these are warned of.
 ``CKPT_SOCKET_IFNAME``          network interfaces that ranks send each other bytes over, written as for
                                 ``NCCL_SOCKET_IFNAME``; by default those of ``GLOO_SOCKET_IFNAME``, or
                                 ``NCCL_SOCKET_IFNAME``, or all
+``CKPT_RUN_LOG``       on       ``off``: no ``ckpt-log.json`` below a run, which notes the newest 20 failed saves and loads for
+                                ``ckpt report`` and ``ckpt stats``
 ``CKPT_SPANS``         on       ``off``: no record of how long each phase of a save took (``ckpt stats``)
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
@@ -46,6 +48,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Literal, TypeVar, overload
@@ -73,6 +76,7 @@ NAMES = (
     "CKPT_MEMORY_SECRET",
     "CKPT_PROGRESS",
     "CKPT_PROVE",
+    "CKPT_RUN_LOG",
     "CKPT_S3_CHECKSUM",
     "CKPT_SOCKET_IFNAME",
     "CKPT_SOURCES",
@@ -153,6 +157,10 @@ def socket_interfaces() -> list[tuple[str, str]]:
     return [(name, given) for name in names if (given := variable(name, "").strip())]
 
 
+def run_log() -> bool:
+    return _choice("CKPT_RUN_LOG", ("on", "off"), "the log of a run is on or off") == "on"
+
+
 def spans() -> bool:
     return _choice("CKPT_SPANS", ("on", "off"), "spans are on or off") == "on"
 
@@ -225,13 +233,29 @@ def memory_idle() -> float:
     return _positive("idle time", None, "CKPT_MEMORY_IDLE", 3600.0)
 
 
-# Arguments that are True or False. Text such as "no" would otherwise count as True.
+# Checks of arguments.
 
 
 def check_flags(**given: object) -> None:
+    """Raise UsageError unless all are True or False. Text such as "no" would otherwise count as True."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}= is True or False, not {value!r}")
+
+
+def check_whole(value: object, what: str, least: int, hint: str | None = None) -> None:
+    """Raise UsageError unless ``value`` is an int of at least ``least``; ``what`` names it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        hint = f"pass an int: int({value})" if type(value).__module__ == "numpy" else hint
+        raise UsageError(f"{what} is a whole number of at least {least}, not {value!r}", hint=hint)
+
+
+def check_positive(value: object, what: str, *, zero: bool = False) -> None:
+    """Raise UsageError unless ``value`` is a finite int or float above 0, or 0 if ``zero``; ``what`` names it."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    if not good or (value == 0 and not zero):
+        hint = f"pass a float: float({value})" if type(value).__module__ == "numpy" else None
+        raise UsageError(f"{what} is a {'number that is not negative' if zero else 'positive number'}, not {value!r}", hint=hint)
 
 
 # Sizes that are choices of this software: each rule once, in bytes, with the reason for its value.

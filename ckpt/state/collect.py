@@ -345,8 +345,11 @@ class _CollectWalk:
         parts = self.parts.get(id(module)) or tensors_of(module)
         shard_table = self.shard_table
         taker = self.taker
-        wanted = {name: part for name, part in parts.flat.items() if taker is None or taker.wants(join(path, name), part)}
-        shard_table.optimizer_updated.update(shard_table.add(join(path, name), part).info.name for name, part in wanted.items())
+        flat = {name: part for name, part in parts.flat.items() if not part.elsewhere}
+        wanted = {name: part for name, part in flat.items() if taker is None or taker.wants(join(path, name), part)}
+        for name, part in wanted.items():
+            changed = shard_table.optimizer_updated if isinstance(part.owner, lazy.Parameter) else shard_table.forward_mutable
+            changed.add(shard_table.add(join(path, name), part).info.name)
         tensors: Mapping[str, torch.Tensor] = parts.tensors
         if taker is not None:
             frozen = frozen_beside(module, parts) if taker.part.trainable else frozenset[str]()
@@ -388,6 +391,8 @@ class _CollectWalk:
         for group, named in zip(optimizer.param_groups, groups, strict=True):
             complete: list[tuple[str, torch.Tensor | FlatPart]] = []
             for name, param in named:
+                if isinstance(param, FlatPart) and param.elsewhere:
+                    continue
                 every_key = True
                 if taker is not None:
                     if taker.part.trainable and is_frozen(param):

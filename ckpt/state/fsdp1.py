@@ -33,11 +33,13 @@ SHARD, COPIES = "shard", "copies"
 @dataclass(eq=False, slots=True, kw_only=True)
 class FlatPart(Sharded):
     """What a rank has of one original parameter. ``owner`` is the parameter that optimizers know: the flat one, or with ``use_orig_params``
-    the original one. State of an optimizer for it has the shape ``alike`` and this parameter's elements from ``start`` on."""
+    the original one. State of an optimizer for it has the shape ``alike`` and this parameter's elements from ``start`` on. Of what lies
+    ``elsewhere`` too, in other cuts, this rank saves nothing."""
 
     owner: torch.Tensor
     alike: tuple[int, ...]
     start: int
+    elsewhere: bool = False
 
     @property
     def count(self) -> int:

@@ -16,7 +16,7 @@ from . import lazy
 from .fsdp1 import FSDP1, FlatPart, flat_parts, own_tensors
 from .tensors import local_of
 from .walk import values_in
-from .zero import is_of_deepspeed, module_of, owners_of, zero_parts
+from .zero import engine_parts, expert_paths, is_of_deepspeed, module_of, owners_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,9 +72,9 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
     fsdp = sys.modules.get(FSDP1)
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
-        return _of_flat(module, flat_parts(module))
-    if "deepspeed" in sys.modules and (parts := zero_parts(module)):
-        return _of_flat(module, parts)
+        return _of_flat(module, flat_parts(module), {})
+    if "deepspeed" in sys.modules and (parts := engine_parts(module)):
+        return _of_flat(module, parts, expert_paths(module))
     for key, value in module.state_dict(keep_vars=True).items():
         name = clean_name(key)
         prefix, _, attribute = name.rpartition(".")
@@ -84,14 +84,17 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
     return module_tensors
 
 
-def _of_flat(module: nn.Module, flat: Mapping[tuple[int, str], FlatPart]) -> ModuleTensors:
-    """The same where FSDP version 1 wraps it or a part of it, whose ``state_dict`` would gather everything, or DeepSpeed's ZeRO."""
+def _of_flat(module: nn.Module, flat: Mapping[tuple[int, str], FlatPart], paths: Mapping[str, str]) -> ModuleTensors:
+    """The same where FSDP version 1 wraps it or a part of it, whose ``state_dict`` would gather everything, or DeepSpeed. ``paths`` of
+    submodules lead to others in the whole model, and so do those below them."""
     module_tensors = ModuleTensors()
     of_module: dict[int, dict[str, FlatPart]] = {}
     for (number, attribute), part in flat.items():
         of_module.setdefault(number, {})[attribute] = part
     for path, owner in module.named_modules(remove_duplicate=False):
-        start = f"{clean_name(path)}." if clean_name(path) else ""
+        local = next((p for p in paths if f"{path}.".startswith(f"{p}.")), "")
+        start = clean_name(paths[local] + path.removeprefix(local) if local else path)
+        start += "." if start else ""
         parts = of_module.get(id(owner), {})
         module_tensors.flat |= {start + attribute: part for attribute, part in parts.items()}
         for key, value in own_tensors(owner):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from ckpt.errors import StateError
 from ckpt.needs import warn_if_untried
@@ -20,7 +20,7 @@ from ckpt.plan.layout.placements import Flat, Sizes, window_sizes
 from ckpt.plan.layout.tensor_layout import TensorLayout
 
 from . import lazy
-from .fsdp1 import SHARD, FlatPart
+from .fsdp1 import COPIES, SHARD, FlatPart
 from .walk import Compound
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ _STAGES = {"DeepSpeedZeroOptimizer": 2, "DeepSpeedZeroOptimizer_Stage3": 3, "BF1
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-_optimizers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-"""ZeRO's optimizers by the modules of their engines, once such an engine was in a state."""
+_engines: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
+"""Engines by their modules, once they were in a state."""
 
 
 class EngineState(Compound):
@@ -43,6 +43,7 @@ class EngineState(Compound):
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.scaler = getattr(engine.optimizer, "loss_scaler", None)
+        self.named = [(g, g["name"]) for g in getattr(engine.optimizer, "param_groups", ()) if "name" in g]  # experts' say how they are cut
 
     def parts(self) -> dict[str, Any]:
         parts: dict[str, Any] = {"module": self.engine.module}
@@ -65,6 +66,8 @@ class EngineState(Compound):
             for name in names:
                 if name in values and hasattr(target, name):
                     setattr(target, name, values[name])
+        for group, name in self.named:
+            group["name"] = name
 
 
 def is_of_deepspeed(value: object, name: str) -> bool:
@@ -78,10 +81,10 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
         return None
     optimizer, module = engine.optimizer, engine.module
     name = type(optimizer).__name__
+    cut = engine.grid.model_parallel_size if is_of_deepspeed(engine, "PipelineEngine") else engine.mp_world_size
     problems = {
-        "the layers of a PipelineEngine have no names in the whole model": is_of_deepspeed(engine, "PipelineEngine"),
-        "tensor parallelism: nothing says how its parameters are cut": engine.mp_world_size > 1,
-        "experts of every rank have the same names": engine.has_moe_layers,
+        "tensor parallelism: nothing says how its parameters are cut": cut > 1,
+        "AutoEP: nothing says which experts of a stack are whose": any(is_of_deepspeed(m, "AutoEPMoELayer") for m in module.modules()),
         "states are swapped to NVMe": getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False),
         f"its optimizer is a {name}": is_of_deepspeed(optimizer, "DeepSpeedOptimizer") and name not in _STAGES,
     }
@@ -89,15 +92,21 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
     if problem is not None:
         hint = "save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and ckpt convert read what it writes"
         raise StateError(f"this engine of DeepSpeed cannot be part of a state: {problem}", where=path, hint=hint)
-    if name in _STAGES and module not in _optimizers:
+    if module not in _engines:
         warn_if_untried("deepspeed", TRIED)
-        _optimizers[module] = optimizer
+        _engines[module] = ref(engine)
     return module  # type: ignore[no-any-return]
+
+
+def _zero_of(module: nn.Module) -> Any:
+    """ZeRO's optimizer, which trains an engine's module; None without it."""
+    engine = _engines[module]() if module in _engines else None
+    return engine.optimizer if engine is not None and type(engine.optimizer).__name__ in _STAGES else None
 
 
 def owners_of(module: nn.Module) -> tuple[Optimizer, list[list[torch.Tensor]]] | None:
     """The optimizer below ZeRO's, and the flat tensors that are the parameters of each of its groups; stage 3 gives it these one by one."""
-    zero = _optimizers.get(module)
+    zero = _zero_of(module)
     if zero is None or _STAGES[type(zero).__name__] < 3:
         return None
     groups: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
@@ -106,22 +115,61 @@ def owners_of(module: nn.Module) -> tuple[Optimizer, list[list[torch.Tensor]]] |
     return zero.optimizer, groups
 
 
-def zero_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
-    """The parameters of an engine's module that are partitioned, by the ``id`` of the submodule that has each and its attribute there."""
-    zero = _optimizers.get(module)
-    if zero is None:
+def engine_parts(module: nn.Module) -> dict[tuple[int, str], FlatPart]:
+    """What of an engine's module is partitioned, or only on some ranks, by the ``id`` of the submodule that has each and its attribute
+    there."""
+    engine = _engines[module]() if module in _engines else None
+    if engine is None:
         return {}
-    parts = {id(param): part for param, part in _parts(zero)}
-    param: Any
-    for param in module.parameters():
-        if id(param) not in parts and hasattr(param, "ds_tensor"):  # not trained, in stage 3
-            if hasattr(param.ds_tensor, "ds_quant_scale"):
+    zero = _zero_of(module)
+    parts = {} if zero is None else {id(param): part for param, part in _parts(zero)}
+    places = [(id(m), name, tensor) for m in module.modules() for name, tensor in _stored(m)]
+    tensor: Any
+    for _, _, tensor in places:
+        if id(tensor) in parts:
+            continue
+        if hasattr(tensor, "ds_tensor"):  # not trained, in stage 3
+            if hasattr(tensor.ds_tensor, "ds_quant_scale"):
                 hint = "set zero_quantized_nontrainable_weights to false"
-                raise StateError("DeepSpeed has quantised a parameter that is not trained", where=f"parameter {param.ds_id}", hint=hint)
+                raise StateError("DeepSpeed has quantised a parameter that is not trained", where=f"parameter {tensor.ds_id}", hint=hint)
             ranks = _ranks(zero.dp_process_group)
-            sizes = window_sizes(param.ds_tensor.ds_numel, 0, param.ds_numel, len(ranks))
-            parts[id(param)] = _part(param.ds_tensor, param, tuple(param.ds_shape), ranks, sizes, 0)
-    return {(id(m), name): parts[id(p)] for m in module.modules() for name, p in m._parameters.items() if id(p) in parts}
+            sizes = window_sizes(tensor.ds_tensor.ds_numel, 0, tensor.ds_numel, len(ranks))
+            parts[id(tensor)] = _part(tensor.ds_tensor, tensor, tuple(tensor.ds_shape), ranks, sizes, 0)
+        elif (group := _group_of(engine, tensor)) is not None:
+            shape, ranks = tuple(tensor.shape), _ranks(group)
+            layout = TensorLayout(Mesh((COPIES,), (len(ranks),), tuple(ranks)))
+            parts[id(tensor)] = FlatPart(tensor.detach(), shape, layout, owner=tensor, alike=shape, start=0)
+    for _, _, tensor in places:
+        if getattr(tensor, "ds_pipe_replicated", False):
+            parts[id(tensor)].elsewhere = True
+    return {(number, name): parts[id(t)] for number, name, t in places if id(t) in parts}
+
+
+def _stored(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and persistent buffers of a module itself."""
+    left_out = module._non_persistent_buffers_set
+    yield from ((n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None and n not in left_out)
+
+
+def _group_of(engine: Any, tensor: Any) -> Any:
+    """The group of the ranks that have a whole tensor, where these are not all: an expert's, or those of a stage of a pipeline."""
+    if not getattr(tensor, "allreduce", True):
+        return engine.expert_data_parallel_group[tensor.group_name]
+    return engine.grid.get_data_parallel_group() if is_of_deepspeed(engine, "PipelineEngine") else None
+
+
+def expert_paths(module: nn.Module) -> dict[str, str]:
+    """Paths of this rank's experts, which it counts from 0, and those that they have among the experts of all ranks, as DeepSpeed stores
+    them."""
+    engine, paths = _engines[module]() if module in _engines else None, dict[str, str]()
+    if engine is None or not engine.has_moe_layers:
+        return paths
+    for path, experts in module.named_modules(remove_duplicate=False):
+        if is_of_deepspeed(experts, "Experts"):
+            count, name = experts.num_local_experts, next(p.group_name for p in experts.parameters())
+            first = lazy.torch.distributed.get_rank(engine.expert_parallel_group[name]) * count
+            paths |= {f"{path}.deepspeed_experts.{i}": f"{path}.deepspeed_experts.{first + i}" for i in range(count)}
+    return paths
 
 
 def _parts(zero: Any) -> Iterator[tuple[torch.Tensor, FlatPart]]:
@@ -165,14 +213,14 @@ def _ranks(group: Any) -> list[int]:
 
 def partition_again(module: nn.Module) -> None:
     """Free what stage 3 has gathered: it would hide what is loaded into the partitions."""
-    zero = _optimizers.get(module)
+    zero = _zero_of(module)
     if zero is not None and hasattr(zero, "checkpoint_event_prologue"):
         zero.checkpoint_event_prologue()
 
 
 def refresh(module: nn.Module) -> None:
     """Make the module's parameters from the partitions that were loaded. Collective."""
-    zero = _optimizers.get(module)
+    zero = _zero_of(module)
     if zero is None:
         return
     if _STAGES[type(zero).__name__] < 3:

@@ -31,6 +31,8 @@ else:
     import tomli as tomllib
 
 EXPECTED = Path(__file__).parent / "expected.toml"
+_PACKAGES = ("packages", "alone")
+"""Scenarios whose rows have the same share an environment."""
 SECONDS = 900
 """How long one life of a scenario may take: all of its cases, on a machine that does other things too."""
 
@@ -74,9 +76,8 @@ def live(python: Path, name: str, life: str, world: int, folder: Path, *, launch
     return [json.loads(file.read_text()) if file.exists() else {} for file in files]
 
 
-def run(name: str, packages: list[str], alone: list[str], world: int, others: list[int]) -> dict[str, tuple[str, str]]:
+def run(name: str, python: Path, world: int, others: list[int]) -> dict[str, tuple[str, str]]:
     """Outcome and remark for each case of a scenario."""
-    python = interpreter(name, packages, alone)
     folder = CACHE / "run" / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -116,7 +117,9 @@ def main() -> int:
         row = table[name]
         print(f"{name} {' '.join([*row.get('alone', ()), *row['packages']])}".rstrip(), flush=True)
         try:
-            found = run(name, row["packages"], row.get("alone", []), row.get("ranks", 1), row.get("then", []))
+            shared = next(other for other in table if [table[other].get(k) for k in _PACKAGES] == [row.get(k) for k in _PACKAGES])
+            python = interpreter(shared, row["packages"], row.get("alone", ()))
+            found = run(name, python, row.get("ranks", 1), row.get("then", []))
         except UnavailableError as err:
             print(f"  NOT RUN: {err}")
             wrong += 1

@@ -46,12 +46,17 @@ class Engine(Job):
             "bf16": {"enabled": dtype == "bf16"},
             "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 4, "loss_scale_window": 1},
         }
-        model = net()
-        optimizer, scheduler = optimizers(model)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)
+        if not dist.is_initialized():
+            deepspeed.init_distributed("gloo")
+        self.engine = self.made(config)
         self.zero = stage > 0
         self.dtype, self.rank = DTYPES[dtype], dist.get_rank()
         super().__init__({"engine": self.engine}, self.one)
+
+    def made(self, config: dict[str, Any]) -> Any:
+        model = net()
+        optimizer, scheduler = optimizers(model)
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config, lr_scheduler=scheduler)[0]
 
     def one(self, number: int) -> None:
         self.engine.backward(self.engine((torch.randn(4, 8) + self.rank).to(self.dtype)).float().square().sum())
@@ -69,13 +74,18 @@ class Engine(Job):
             of, own = mapping.lp_fragment_address, mapping.hp_fragment_address
             (flat,) = (f for f in states if f.untyped_storage().data_ptr() == mapping.hp_fragment.untyped_storage().data_ptr())
             whole[of.start : of.start + of.numel] = states[flat][key][own.start : own.start + own.numel]
-        dist.all_reduce(whole)
+        dist.all_reduce(whole, group=param._dp_group)
         return whole.view(param.shape)
+
+    def in_whole(self, name: str) -> str:
+        """The name of a parameter in the model of all ranks."""
+        return name
 
     def digests(self) -> dict[str, str]:
         """By DeepSpeed's own means: masters, moments, weights, counters."""
         engine, values = self.engine, dict[str, Any]()
-        for name, param in engine.module.named_parameters():
+        for local, param in engine.module.named_parameters():
+            name = self.in_whole(local)
             if param.requires_grad:
                 values[f"{name}.master"] = safe_get_full_fp32_param(param) if self.zero else param
                 for key in ("exp_avg", "exp_avg_sq"):
@@ -84,7 +94,11 @@ class Engine(Job):
                 values[name] = param.detach().clone()
         scaler = getattr(engine.optimizer, "loss_scaler", None)
         values |= {"steps": engine.global_steps, "skipped": engine.skipped_steps, "lr": engine.get_lr()}
-        values |= {"scale": getattr(scaler, "cur_scale", 1), "iteration": getattr(scaler, "cur_iter", 0), "count": engine.module.count}
+        values |= {
+            "scale": getattr(scaler, "cur_scale", 1),
+            "iteration": getattr(scaler, "cur_iter", 0),
+            **dict(engine.module.named_buffers()),
+        }
         return {name: digest(value) for name, value in values.items()}
 
 
