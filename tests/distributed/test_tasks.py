@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ckpt
-from ckpt.cli import dividing, task_process
+from ckpt.cli import ray_tasks, task_process
 from ckpt.cli.main import cli
 from ckpt.converters.conversion import ConversionJournal
 from ckpt.errors import StorageError
@@ -27,7 +27,7 @@ from tests.distributed.test_dividing import TENSORS, damage, equal, name, state,
 SMALL = ("--shard-size", "20KB")
 
 
-class HereTasks(dividing.RayTasks):
+class HereTasks(ray_tasks.RayTasks):
     """Runs the tasks in this process. ``loses`` says how often the process of a part is lost."""
 
     loses: ClassVar[dict[int, int]] = {}
@@ -45,7 +45,7 @@ class HereTasks(dividing.RayTasks):
                     self.loses[order.number] -= 1
                     order = replace(order, repeats=True)
                 elif "error" in sign:
-                    raise dividing._error_of(order.number, sign["host"], sign["error"])
+                    raise ray_tasks._error_of(order.number, sign["host"], sign["error"])
                 else:
                     rows[order.number] = sign["row"]
                     report(*sign["progress"])
@@ -58,7 +58,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> type[HereTasks]:
     def tasks(arguments: Sequence[str], *, count: int | None, cpus: int) -> Iterator[HereTasks]:
         yield HereTasks(count=count or 2, cpus=cpus, arguments=arguments)
 
-    monkeypatch.setattr(dividing, "ray_tasks", tasks)
+    monkeypatch.setattr(ray_tasks, "ray_tasks", tasks)
     monkeypatch.setattr(HereTasks, "loses", {})
     monkeypatch.setattr(HereTasks, "began", [])
     return HereTasks
