@@ -29,7 +29,7 @@ from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import check_flags
-from ckpt.telemetry.progress import ProgressCallback
+from ckpt.telemetry.progress import ProgressCallback, check_progress
 from ckpt.text import url_text
 
 from .copied_files import CopyTask, FileCheck, FileCopy, GatheredFile, SelfContained, StorageCopies
@@ -99,6 +99,7 @@ def copy_checkpoint(
     source, target = url_text(source), url_text(target)
     began = time.monotonic()
     check_flags(dry_run=dry_run, compare=compare)
+    check_progress(progress)
     workers = THREADS if threads is None else settings.threads(threads)
     run = Transfer(source, target, compare=compare)
     if dry_run:

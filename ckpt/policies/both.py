@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, ClassVar, overload
 
 from ckpt.errors import UsageError
+from ckpt.settings import check_positive, check_whole
 
 from .keep import All, AnyKeep, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
 from .save import (
@@ -25,8 +26,6 @@ from .save import (
     OnPreemption,
     SaveCost,
     SavePolicy,
-    check_positive,
-    check_whole,
     daly,
     flat,
 )

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-# What of a state changes only behind a fence (``engine.save.fence``), so that a save in the background may copy it later.
+# What of a state changes only behind a fence (``engine.save.staging``), so that a save in the background may copy it later.
 #
 # Torch calls a hook of ours before each optimizer's step, and the hook waits. Nothing else that changes tensors waits by itself. An
 # optimizer counts that is in the state, or that the hook has seen: who publishes weights seldom gives the optimizer, too.
