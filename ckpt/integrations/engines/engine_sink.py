@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import settings
 from ckpt.errors import TornError, UsageError
 from ckpt.live import Sink, Version
+from ckpt.net.group import Job
 from ckpt.telemetry.callbacks import ProgressCallback
 
 from .recorded import Recorded, TensorDescription, record
@@ -18,7 +19,7 @@ from .recording import LoadWeights
 from .resolving import Parameters
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 
 class EngineSink:
@@ -31,7 +32,7 @@ class EngineSink:
             those of the source's first version, which the first ``take`` hears of and records then.
         only, rename: as for ``ckpt.load``: the source's names → the checkpoint's.
         names, convention, numbers: as for ``ckpt.live.Sink``: how the source's names are translated into the checkpoint's.
-        process_group, secret, timeout: as for ``ckpt.live.Sink``.
+        secret, job: as for ``ckpt.live.Sink``.
 
     Raises:
         as :func:`record` and ``ckpt.live.Sink``.
@@ -52,9 +53,8 @@ class EngineSink:
         stage: str | Sequence[str] = (),
         optional: str | Sequence[str] = (),
         after: Callable[[], object] | None = None,
-        process_group: ProcessGroup | None = None,
         secret: str | bytes | None = None,
-        timeout: float | None = None,
+        job: Job | None = None,
     ) -> None:
         def record_weights(names: str | os.PathLike[str] | Mapping[str, TensorDescription]) -> Recorded:
             return record(load_weights, names, into, stage=stage, optional=optional, after=after)
@@ -65,11 +65,10 @@ class EngineSink:
         if checkpoint is not None:
             self._recorded = record_weights(checkpoint)
             self._state.update(self._recorded.state)
-        self._timeout = settings.timeout(timeout)
+        self._timeout = settings.timeout(Job.of(job).timeout)
         self._sink = Sink(
             address,
             self._state,
-            process_group=process_group,
             only=only,
             rename=rename,
             names=names,
@@ -77,7 +76,7 @@ class EngineSink:
             numbers=numbers,
             cast=True,
             secret=secret,
-            timeout=timeout,
+            job=job,
         )
         self._unfinished = False
 
