@@ -42,8 +42,11 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
     """Show how long each phase of the save at URL took, the slowest first. If URL is a run, show one line per save.
 
     SECONDS is how long the threads of the slowest RANK were busy and MEDIAN that of the median rank. WALL is the time from the first start
-    to the last end. WORK of --ranks leaves out waiting and what the leader does alone. Of a run, SLOWEST is the rank that holds the others
-    up and its phase, or else the longest phase.
+    to the last end. WORK of --ranks leaves out waiting and what the leader does alone.
+
+    Of a run, SECONDS is the time from the first phase to the last, and BLOCKED how long training waited: for the whole call, which begins
+    before the first phase, and later for the copy of the state. So BLOCKED can be more. With ≥ only the call is known. SLOWEST is the rank
+    that holds the others up and its phase, or else the longest phase.
 
     \b
     Example:

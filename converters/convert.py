@@ -31,7 +31,7 @@ from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import __version__, check_flags
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback, check_progress
 from ckpt.text import url_text
 
 from .selection import OutputSet
@@ -342,6 +342,7 @@ def run(
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
     check_flags(dry_run=dry_run)
+    check_progress(progress)
     if part is not None and not isinstance(part, DividedWork):
         pair = isinstance(part, tuple) and len(part) == 2 and all(isinstance(n, int) for n in part)
         if not (pair and 0 <= part[0] < part[1]):

@@ -32,7 +32,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan import tree
 from ckpt.plan.views import LogicalTensor
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback, check_progress
 from ckpt.text import url_text
 
 from .references import References
@@ -86,6 +86,7 @@ def import_checkpoint(
     """
     source, url = url_text(source), url_text(url)
     began = time.monotonic()
+    check_progress(progress)
     backend = open_backend(url)
     check_no_link(backend)
     previous = read_record(backend)

@@ -12,12 +12,13 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
-from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
+from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.checks import path_problem, read_checked
@@ -133,6 +134,7 @@ _BUILTIN = (
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
 _SHOWN = 8
+_LOOKED_INTO, _NAMED = 32, 4
 _EVICTED = 1024
 
 
@@ -225,6 +227,9 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     if below is not None:
         hint = f"name one of them, such as {below}; `ckpt ls` lists them"
         raise FormatError("this directory holds checkpoints, but is not one itself", where=url, hint=hint)
+    if runs := runs_below(url, names):
+        hint = f"name a checkpoint in one of them; `ckpt ls {runs[-1]}` lists those of the last"
+        raise FormatError(f"this directory holds runs, but is not a checkpoint itself: {some_runs(runs)}", where=url, hint=hint)
     if GENERATION_PATH in names and (unfinished := unfinished_run(url)) is not None:
         raise unfinished
     raise FormatError(
@@ -303,9 +308,29 @@ def _hint(names: list[str]) -> str:
     return f"name the directory that holds the checkpoint; other formats can be added through entry points of the group {ENTRY_POINTS}"
 
 
-def _below(url: str, names: list[str]) -> str | None:
+def _below(url: str, names: Sequence[str]) -> str | None:
     """The last of the directories right below that has a checkpoint; only a few of them are looked into."""
     from ckpt.io_backends.registry import join_url
 
     below = [join_url(url, name.rstrip("/")) for name in names if name.endswith("/")]
     return next((u for u in reversed(below[-_SHOWN:]) if find_format(u) is not None), None)
+
+
+def runs_below(url: str, names: Sequence[str]) -> list[str]:
+    """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
+    many ``names`` only the first are looked at."""
+    from ckpt.io_backends.registry import join_url, open_backend
+
+    runs = []
+    for name in [name for name in names if name.endswith("/")][:_LOOKED_INTO]:
+        run = join_url(url, name.rstrip("/"))
+        with suppress(StorageError):  # of a directory that may not be read
+            if _below(run, open_backend(run).list_dir()) is not None:
+                runs.append(run)
+    return runs
+
+
+def some_runs(runs: Sequence[str]) -> str:
+    """The first of them by name, and how many there are more."""
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    return ", ".join(runs[:_NAMED]) + more

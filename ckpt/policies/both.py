@@ -10,10 +10,11 @@ from datetime import datetime
 from typing import Any, ClassVar, overload
 
 from ckpt.errors import UsageError
+from ckpt.settings import check_whole
 
 from .keep import All, AnyKeep, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
 from .measured import Before, EveryBudget, EveryOptimal
-from .save import AnySave, AtSteps, EveryMinutes, JoinedPolicy, Moment, OnPreemption, SavePolicy, check_whole, flat
+from .save import AnySave, AtSteps, EveryMinutes, JoinedPolicy, Moment, OnPreemption, SavePolicy, flat
 
 
 class BothPolicy(SavePolicy, KeepPolicy):

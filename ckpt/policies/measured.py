@@ -13,8 +13,9 @@ from datetime import datetime, timezone
 from statistics import median
 
 from ckpt.errors import UsageError
+from ckpt.settings import check_positive
 
-from .save import Moment, SaveCost, SavePolicy, check_positive, daly
+from .save import Moment, SaveCost, SavePolicy, daly
 
 _RECENT = 5
 """Saves that are looked at for what one costs."""

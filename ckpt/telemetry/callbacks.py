@@ -37,9 +37,15 @@ def callback_of(*, progress: bool | ProgressCallback | None, leads: bool, title:
         return None
     if given is True:
         return partial(_draw, title) if leads and sys.stderr.isatty() else None
-    if not callable(progress):
-        raise UsageError(f"progress= takes True or a function of bytes done and bytes in all, not {progress!r}")
+    check_progress(progress, "True or a function")
+    assert callable(progress)
     return progress
+
+
+def check_progress(progress: object, takes: str = "a function") -> None:
+    """Raise UsageError unless ``progress`` is a function or None."""
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress= takes {takes} of bytes done and bytes in all, not {progress!r}")
 
 
 def _draw(title: str, done: int, total: int) -> None:

@@ -315,7 +315,7 @@ def export(
     options = ExportOptions(
         names=names,
         convention=convention,
-        numbers=dict(numbers or {}),
+        numbers=_numbers(numbers),
         only=only,
         exclude=exclude,
         root=root,
@@ -336,6 +336,16 @@ def export(
             check_layout(layout, group.ranks)
         seconds, workers = settings.timeout(job.timeout), settings.threads(job.threads)
     return _run(group.call("export", url, seconds), options, config, state, layout, workers)
+
+
+def _numbers(given: object) -> dict[str, int]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise UsageError(f"numbers= are numbers by name, not {given!r}", hint='numbers={"num_layers": 32}')
+    for name, value in given.items():
+        settings.check_whole(value, f"numbers[{name!r}]", 0)
+    return dict(given)
 
 
 def _run(

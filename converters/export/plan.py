@@ -306,11 +306,11 @@ class ExportOptions(SelectOptions):
         return self if self.names is None else replace(self, views=model_views(self.names, self.convention, numbers))
 
     def check(self) -> None:
-        """Raise UsageError unless the numbers can be."""
+        """Raise UsageError unless the arguments have their types and the numbers can be."""
+        for name, value in {"names": self.names, "convention": self.convention, "root": self.root}.items():
+            if not (isinstance(value, str) or (value is None and name != "convention")):
+                raise UsageError(f"{name}= is text{'' if name == 'convention' else ' or None'}, not {value!r}")
         check_sizes(memory=self.memory, shard_size=None if isinstance(self.shard_size, str) else self.shard_size)
         if self.memory < settings.LEAST_MEMORY:
             raise UsageError(f"{self.memory} bytes of memory are too few", hint=f"at least {settings.LEAST_MEMORY} (memory=)")
-        if type(self.anchor_every) is not int or self.anchor_every < 1:
-            raise UsageError(
-                f"anchor_every is a whole number of at least 1, not {self.anchor_every!r}", hint="16; 1 writes full exports only"
-            )
+        settings.check_whole(self.anchor_every, "anchor_every", 1, "16; 1 writes full exports only")

@@ -316,5 +316,5 @@ class ConvertOptions(SelectOptions):
 def check_sizes(**given: object) -> None:
     """Raise UsageError unless these are numbers of bytes, or None."""
     for name, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise UsageError(f"{name}= is a number of bytes, not {value!r}", hint=f"{name}=1 << 30")
+        if value is not None:
+            settings.check_whole(value, f"{name}=, in bytes,", 1, f"{name}=1 << 30")

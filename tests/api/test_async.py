@@ -417,7 +417,7 @@ def test_a_staging_budget_that_is_too_small_is_refused(url: str) -> None:
     state = {"a": torch.ones(BIG)}
     with pytest.raises(UsageError, match=r"staging_bytes=8192 is too small: this state needs at least \d+"):
         ckpt.save_async(url, state, staging_bytes=8192)
-    with pytest.raises(UsageError, match="positive"):
+    with pytest.raises(UsageError, match="whole number of at least 1"):
         ckpt.save_async(url, state, staging_bytes=0)
     assert not os.path.exists(f"{url}/checkpoint.json")
     ckpt.save_async(url, state).result(30)

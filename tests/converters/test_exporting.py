@@ -248,6 +248,12 @@ def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.Monk
         (UsageError, {"names": "nobody"}),
         (NamesError, {"only": "nothing.*"}),
         (NamesError, {"names": "llama", "convention": "megatron"}),
+        (UsageError, {"names": ["llama"]}),
+        (UsageError, {"convention": None}),
+        (UsageError, {"numbers": ["num_layers"]}),
+        (UsageError, {"numbers": {"num_layers": "2"}}),
+        (UsageError, {"root": b"model"}),
+        (UsageError, {"since": 3}),
         (UsageError, {"config": {"num_attention_heads": "many", "hidden_size": 3}}),
     ],
 )

@@ -30,7 +30,7 @@ from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import check_flags
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback, check_progress
 from ckpt.text import url_text
 
 from .files import CopyTask, FileCheck, FileCopy, StorageCopies
@@ -100,6 +100,7 @@ def copy_checkpoint(
     source, target = url_text(source), url_text(target)
     began = time.monotonic()
     check_flags(dry_run=dry_run, compare=compare)
+    check_progress(progress)
     workers = THREADS if threads is None else settings.threads(threads)
     run = Transfer(source, target, compare=compare)
     if dry_run:

@@ -144,5 +144,5 @@ def check_capture(capture: object, staging_bytes: object) -> None:
     """What a save in the background is asked for, before anything is done for it."""
     if capture not in ("lazy", "eager"):
         raise UsageError(f"capture is 'lazy' or 'eager', not {capture!r}")
-    if staging_bytes is not None and not (isinstance(staging_bytes, int) and staging_bytes > 0):
-        raise UsageError(f"staging_bytes must be a positive whole number, not {staging_bytes!r}")
+    if staging_bytes is not None:
+        settings.check_whole(staging_bytes, "staging_bytes", 1)

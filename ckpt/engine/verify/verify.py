@@ -26,7 +26,7 @@ from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import bytes_of, runs
 from ckpt.plan.reads import group_ranges
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.callbacks import ProgressCallback, check_progress
 from ckpt.text import url_text
 
 from .structure import FAILURES, UNREAD, Problem, check_index, check_native_files, check_state, check_tiling, file_of
@@ -168,6 +168,7 @@ def verify(
     """
     url = url_text(url)
     began = time.monotonic()
+    check_progress(progress)
     threads = None if threads is None else settings.threads(threads)
     try:
         catalog = open_catalog(url, read=read_index_file)  # what the record repeats of them is not enough here
