@@ -13,17 +13,18 @@ import click
 from click.exceptions import Exit
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible, single_part
-from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.options import MappingChoice, mapping_options, views_of
-from ckpt.cli.console.output import URL, Output, options, progress, style
 from ckpt.errors import FormatError, UsageError
 from ckpt.text import parse_json
 
+from .dividing import divided, divisible, single_part
+from .interrupts import when_interrupted
+from .options import MappingChoice, mapping_options, views_of
+from .output import URL, Output, options, progress, style
+
 if TYPE_CHECKING:
-    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
-    from ckpt.converters.compare.semantic import SemanticReport
-    from ckpt.engine.verify.verify import VerifyReport
+    from ckpt.converters.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
+    from ckpt.converters.semantic import SemanticReport
+    from ckpt.engine.verify import VerifyReport
     from ckpt.net.divided_work import DividedWork
 
 
@@ -50,7 +51,7 @@ def verify(url: str, *, threads: int | None, semantic: bool, output: Output) -> 
       ckpt verify runs/a/step-00001000
       ckpt verify --json runs/a/step-00001000 | jq '.problems[].file'
     """
-    from ckpt.engine.verify.verify import verify
+    from ckpt.engine.verify import verify
     from ckpt.runs.members import member_urls
 
     if parts := member_urls(url):
@@ -106,7 +107,7 @@ def _verify_members(url: str, parts: Mapping[str, str], *, threads: int | None, 
 
 def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> SemanticReport | None:
     """What the values mean, which one process checks alone, while the others wait for it; None on these."""
-    from ckpt.converters.compare.semantic import check_semantic
+    from ckpt.converters.semantic import check_semantic
     from ckpt.formats.registry import open_catalog
 
     if work is None:
@@ -212,7 +213,7 @@ def diff(
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
     """
-    from ckpt.converters.compare.comparison import compare
+    from ckpt.converters.comparison import compare
 
     tolerances = [_tolerance(rule) for rule in rules]
     views = views_of(left, mapping)
@@ -245,7 +246,7 @@ def _renamed(text: str) -> tuple[str, str]:
 
 
 def _tolerance(rule: str) -> Tolerance:
-    from ckpt.converters.compare.comparison import Tolerance
+    from ckpt.converters.comparison import Tolerance
 
     glob, equals, numbers = rule.rpartition("=")
     absolute, _, relative = numbers.partition(",")

@@ -16,9 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt import settings, units
-from ckpt.converters.compare.semantic import misfit_masters
-from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, check_sizes, target
 from ckpt.converters.targets.hf import read_configuration
 from ckpt.errors import CkptError, ConsistencyError, FormatError, MismatchError, RankFailedError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING
@@ -31,10 +28,13 @@ from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import __version__, check_flags
-from ckpt.telemetry.callbacks import ProgressCallback, check_progress
+from ckpt.telemetry.progress import ProgressCallback, check_progress
 from ckpt.text import url_text
 
+from .conversion import Conversion
 from .selection import OutputSet
+from .semantic import misfit_masters
+from .target import ConvertKeywords, ConvertOptions, OutputPlan, Target, check_sizes, target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

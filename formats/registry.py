@@ -18,14 +18,13 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
+from ckpt.catalog import Format
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.text import parse_json, url_text
-
-from .protocol import Format
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
@@ -123,13 +122,13 @@ _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:UNFINISHED",
-    "ckpt.formats.dcp.catalog:FORMAT",
-    "ckpt.formats.dcp.catalog:UNFINISHED",
+    "ckpt.formats.dcp:FORMAT",
+    "ckpt.formats.dcp:UNFINISHED",
     "ckpt.formats.deepspeed.catalog:FORMAT",
-    "ckpt.formats.deltas.catalog:FORMAT",
+    "ckpt.formats.deltas:FORMAT",
     "ckpt.formats.safetensors:FORMAT",
     "ckpt.formats.fsdp:FORMAT",
-    "ckpt.formats.torchzip.catalog:FORMAT",
+    "ckpt.formats.torchzip:FORMAT",
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
@@ -201,10 +200,10 @@ class _Files(NamedTuple):
 
 
 def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequence[str | os.PathLike[str]] | None) -> Catalog:
-    from ckpt.formats.native.awaited import GENERATION_PATH, unfinished_run, unfinished_step
-    from ckpt.formats.native.awaited import MARKS as JOINT_MARKS
     from ckpt.formats.native.catalog import not_committed
     from ckpt.formats.native.paths import has_orphans
+    from ckpt.formats.native.virtual import GENERATION_PATH, unfinished_run, unfinished_step
+    from ckpt.formats.native.virtual import MARKS as JOINT_MARKS
 
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
@@ -271,9 +270,10 @@ def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
 def _look(url: str) -> tuple[Backend, list[str]]:
     """What lies directly below a URL, or the file that it is."""
     # Other hidden files than that of DCP are what a killed writer may leave.
-    from ckpt.formats.external.base import open_single
     from ckpt.formats.native.commit import COMMIT_PATH
     from ckpt.io_backends.registry import open_backend
+
+    from .external import open_single
 
     backend: Backend = open_backend(url)
     names = [name for name in backend.list_dir() if not name.startswith(".") or name == ".metadata"]
@@ -285,8 +285,9 @@ def _look(url: str) -> tuple[Backend, list[str]]:
 
 def _is_data(backend: Backend, names: list[str]) -> bool:
     """Whether this is the directory with the data files of a checkpoint of ours. One of them alone is a safetensors file like any other."""
-    from ckpt.formats.external.base import SingleFile
     from ckpt.formats.native.paths import id_of
+
+    from .external import SingleFile
 
     return not isinstance(backend, SingleFile) and any(id_of(f"data/{name}") is not None for name in names)
 
@@ -297,8 +298,9 @@ def _some(names: list[str]) -> str:
 
 
 def _hint(names: list[str]) -> str:
-    from ckpt.formats.megatron.legacy_ranks import FILE
-    from ckpt.formats.torchzip.catalog import SUFFIXES
+    from ckpt.formats.megatron.catalog import FILE
+
+    from .torchzip import SUFFIXES
 
     if FILE in names:
         return "this is what one rank of a Megatron job wrote: name the directory above it, such as iter_0001000"

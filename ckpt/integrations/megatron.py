@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.strategies.base import (
 from ckpt import api, settings
 from ckpt.errors import NamesError, UsageError
 from ckpt.net.group import Job, current_group
-from ckpt.state.named import plain, stored_name
+from ckpt.state.sharded import plain, stored_name
 
 __all__ = ["CkptLoad", "CkptSave", "plain"]
 

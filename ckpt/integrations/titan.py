@@ -20,8 +20,8 @@ import torch
 
 from ckpt import units
 from ckpt.api import load as load_checkpoint
-from ckpt.converters.export.export import export
-from ckpt.converters.export.transaction import check_replaceable
+from ckpt.converters.live_export import export
+from ckpt.converters.transaction import check_replaceable
 from ckpt.errors import NamesError, UsageError
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import All, EverySteps, Latest

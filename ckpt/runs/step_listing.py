@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from ckpt.catalog import DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.awaited import MARKS, unfinished_run, unfinished_step
 from ckpt.formats.native.catalog import read_index
 from ckpt.formats.native.clearing import references_of, remaining_files, remaining_references
 from ckpt.formats.native.commit import (
@@ -31,7 +30,7 @@ from ckpt.formats.native.commit import (
 )
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SOURCES, SPANS, RunBackend, has_orphans, index_path, is_reference, step_number
-from ckpt.formats.native.virtual import decode_sources
+from ckpt.formats.native.virtual import MARKS, decode_sources, unfinished_run, unfinished_step
 from ckpt.formats.registry import CONVERTING, runs_below, some_runs
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import ckpt
-from ckpt.engine.save import fence
+from ckpt.engine.save import staging
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.job import save_cache
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
@@ -251,7 +251,7 @@ def test_the_hook_of_optimizers_is_one_for_all_saves(root: str) -> None:
     for n in range(5):
         ckpt.save_async(f"{root}/{n}", job.state()).result(30)
     assert hooks() == before
-    assert not fence._capturing
+    assert not staging._capturing
 
 
 # ------------------------------------------------------------------------------------------------------------- handle

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from tests.cli.checkpoints import write_checkpoint
 from tests.cli.running import run
 

@@ -13,7 +13,7 @@ import torch
 import ckpt
 from ckpt import units
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends

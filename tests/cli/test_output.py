@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt import units
-from ckpt.cli.console.output import Lines, Output, progress
 from ckpt.cli.main import cli
+from ckpt.cli.output import Lines, Output, progress
 from ckpt.errors import FormatError
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.cli.terminal import ROOT, START, on_a_terminal
@@ -85,7 +85,7 @@ def test_progress_in_a_log_is_a_line_every_ten_seconds() -> None:
 
 
 def test_progress_without_bytes_or_voice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.cli.console.output.INTERVAL", 0.0)
+    monkeypatch.setattr("ckpt.cli.output.INTERVAL", 0.0)
     with progress("verify", Output(quiet=True)) as update:
         update(0, 0)
     assert capsys.readouterr() == ("", "")

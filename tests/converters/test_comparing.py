@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt import settings as limits
 from ckpt.cli.main import cli
-from ckpt.converters.compare import comparison
-from ckpt.converters.compare.comparison import Tolerance, compare
-from ckpt.converters.compare.elements import numbers
+from ckpt.converters import comparison
+from ckpt.converters.comparison import Tolerance, compare
+from ckpt.converters.element_differences import numbers
 from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.dtypes import DTYPES
@@ -313,8 +313,8 @@ def test_neither_diff_nor_semantic_load_torch() -> None:
     path = str(FIXTURES / "deepspeed/zero1")
     code = f"""
 import sys
-from ckpt.converters.compare.comparison import compare
-from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.comparison import compare
+from ckpt.converters.semantic import check_semantic
 from ckpt.formats.registry import open_catalog
 assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({path!r})).problems
 assert "torch" not in sys.modules

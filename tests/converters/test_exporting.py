@@ -13,15 +13,15 @@ from safetensors.torch import load, load_file
 
 from ckpt import convert, export
 from ckpt import open as ckpt_open
-from ckpt.converters.export.plan import WritePlanner
-from ckpt.converters.export.transaction import Destination, ExportTransaction
+from ckpt.converters.export_plan import WritePlanner
 from ckpt.converters.lora import merge
 from ckpt.converters.mapping.convention import translated_views
+from ckpt.converters.transaction import Destination, ExportTransaction
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.formats.journal import IntentJournal
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.posix import writer as posix_shared
-from ckpt.io_backends.posix.writer import PosixSharedObject
+from ckpt.io_backends import posix_writer as posix_shared
+from ckpt.io_backends.posix_writer import PosixSharedObject
 from tests.memory.conftest import _daemon, daemon
 
 __all__ = ["_daemon", "daemon"]

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt import settings
 from ckpt.cli.main import cli
+from ckpt.converters import buffered
 from ckpt.converters.lora import merge
-from ckpt.converters.pipeline import buffered
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "fan_in_fan_out": False, "use_rslora": False}

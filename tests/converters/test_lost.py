@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
+from ckpt.converters.conversion import Conversion, ConversionJournal
 from ckpt.converters.importer import import_checkpoint
-from ckpt.converters.pipeline.conversion import Conversion, ConversionJournal
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.writer import CheckpointJournal
