@@ -25,7 +25,7 @@ from ckpt.net.group import Job, current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
-from ckpt.plan.tables import Table, join_tables, split_tables
+from ckpt.plan.tables import Table, join_tables, split_tables, whole_where_present
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.settings import check_flags
@@ -148,7 +148,7 @@ class Export:
         """What every rank computes alike from what was agreed. ``base``: on the leader, which has opened it."""
         call, options, destination = self.call, self.options, self.destination
         catalog = StateCatalog.of(
-            join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]),
+            join_tables(whole_where_present([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]])),
             parse_json(call.fetch(agreed["state"])),
             url=call.url,
             backend=destination.backend,
@@ -283,7 +283,7 @@ def export(
 
     Args:
         url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
-        state: a model, or a state as ``ckpt.save`` takes it.
+        state: a model, or a state as ``ckpt.save`` takes it. A plain tensor that only some ranks have is whole there.
         names: a translation, such as ``"llama"``, into ``convention``. ``numbers`` of the model that ``config`` lacks: ``{"heads": 32}``.
         only, exclude: globs of new names.
         root: the key of the state that has the model; by default the only one with tensors.
