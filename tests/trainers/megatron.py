@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from ckpt.errors import CkptError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.integrations.megatron import CkptLoad, CkptSave, plain
 
+from .failing import failing
 from .lives import SAVED, Job, digest, world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
@@ -194,6 +196,11 @@ class ModelByBackend(Model):
         self.take(state)
 
 
+def unfit(job: Any) -> Any:
+    """Have an object of the state be nothing that a checkpoint holds."""
+    return mock.patch.dict(job.random, {"state": object()})
+
+
 def made(folder: str) -> None:
     if dist.get_rank() == 0:
         os.makedirs(folder)
@@ -219,4 +226,6 @@ CASES = {
     "sharded": ByCkpt,
     "model": Model,
     "model-by-backend": ModelByBackend,
+    "model-one-rank-fails": failing(Model, unfit, late=True),
+    "model-by-backend-one-rank-fails": failing(ModelByBackend, unfit),
 }
