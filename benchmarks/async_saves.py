@@ -180,8 +180,8 @@ def block(rank: Rank, *, contestant: str, directory: str) -> dict[str, float]:
     group = rank.groups[rank.kept["recipe"].ranks]
     acts: dict[str, Callable[[], Any]] = {
         "memcpy": lambda: _copy(state, rank.kept["warm"]),
-        "ckpt eager": lambda: ckpt.save_async(directory, state.tree, capture="eager", process_group=group),
-        "ckpt lazy": lambda: ckpt.save_async(directory, state.tree, process_group=group),
+        "ckpt eager": lambda: ckpt.save_async(directory, state.tree, capture="eager", job=ckpt.Job(process_group=group)),
+        "ckpt lazy": lambda: ckpt.save_async(directory, state.tree, job=ckpt.Job(process_group=group)),
         "dcp": lambda: rank.kept["dcp"].save(directory, state.tree),
     }
     gc.collect()
@@ -253,7 +253,7 @@ def train(rank: Rank, *, contestant: str, directory: str, steps: int, every: int
             model, optimizer = get_state_dict(tree["model"], tree["optimizer"])
             handle = saver.save(f"{directory}-{number}", {"model": model, "optimizer": optimizer})
         elif saves:
-            handle = ckpt.save_async(f"{directory}-{number}", tree, capture="lazy", process_group=group)
+            handle = ckpt.save_async(f"{directory}-{number}", tree, capture="lazy", job=ckpt.Job(process_group=group))
         call, computed = time.perf_counter() - called, time.thread_time() - computed
         blocked = call + _step(rank)
         if saves or contestant == "none":

@@ -51,11 +51,16 @@ class Ours:
     exchange: bool | None = None
 
     def save(self, job: Job, directory: str) -> dict[str, Any]:
-        report = ckpt.save(directory, job.state.tree, process_group=job.group)
+        report = ckpt.save(directory, job.state.tree, job=ckpt.Job(process_group=job.group))
         return {"rank_bytes": report.rank_bytes}
 
     def load(self, job: Job, directory: str) -> dict[str, Any]:
-        report = ckpt.load(directory, job.state.tree, process_group=job.group, verify=self.verify, exchange=self.exchange)
+        report = ckpt.load(
+            directory,
+            job.state.tree,
+            job=ckpt.Job(process_group=job.group),
+            read=ckpt.ReadOptions(verify=self.verify, exchange=self.exchange),
+        )
         return {"needed": report.bytes_needed, "read": report.bytes_read, "unverified": report.bytes_unverified}
 
 

@@ -88,11 +88,11 @@ def peak_of(rank: Rank, *, operation: str, directory: str) -> int:
     dist.barrier(group)
     before = reset_peak()
     if operation == "save":
-        ckpt.save(directory, state.tree, process_group=group)
+        ckpt.save(directory, state.tree, job=ckpt.Job(process_group=group))
     elif operation == "load":
-        ckpt.load(directory, state.tree, process_group=group)
+        ckpt.load(directory, state.tree, job=ckpt.Job(process_group=group))
     else:
-        ckpt.save_async(directory, state.tree, process_group=group).result()
+        ckpt.save_async(directory, state.tree, job=ckpt.Job(process_group=group)).result()
     peak = resident("VmHWM")
     dist.barrier(group)
     return max(0, peak - before)

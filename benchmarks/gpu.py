@@ -213,7 +213,7 @@ def _loads(trainer: Trainer, directory: str) -> dict[str, float]:
 
     os.makedirs(directory, exist_ok=True)
     return {
-        "load": trainer.timed(lambda: ckpt.load(f"{directory}/lazy", trainer.tree, verify="full")),
-        "load_unchecked": trainer.timed(lambda: ckpt.load(f"{directory}/lazy", trainer.tree, verify="off")),
+        "load": trainer.timed(lambda: ckpt.load(f"{directory}/lazy", trainer.tree, read=ckpt.ReadOptions(verify="full"))),
+        "load_unchecked": trainer.timed(lambda: ckpt.load(f"{directory}/lazy", trainer.tree, read=ckpt.ReadOptions(verify="off"))),
         "export": trainer.timed(lambda: export(f"{directory}/model.safetensors", trainer.model)),
     }

@@ -94,17 +94,22 @@ class Calls:
 
     def save(self, **options: Any) -> Played:
         url = self.saved = self._fresh("run")
-        return self.job.play(lambda rank: ckpt.save(url, self.states[rank], layout=self.layout, threads=1, **options), self._vary)
+        return self.job.play(
+            lambda rank: ckpt.save(url, self.states[rank], layout=self.layout, job=ckpt.Job(threads=1), **options), self._vary
+        )
 
     def save_async(self) -> Played:
         url = self._fresh()
-        work: Callable[[int], Any] = lambda rank: ckpt.save_async(url, self.states[rank], layout=self.layout, threads=1).wait()  # noqa: E731
+
+        def work(rank: int) -> None:
+            ckpt.save_async(url, self.states[rank], layout=self.layout, job=ckpt.Job(threads=1)).wait()
+
         return self.job.play(work, self._vary)
 
     def load(self) -> Played:
         """Of what was saved last."""
         into = [self._state(rank) for rank in range(2)]
-        played = self.job.play(lambda rank: ckpt.load(self.saved, into[rank], layout=self.layout, threads=1), self._vary)
+        played = self.job.play(lambda rank: ckpt.load(self.saved, into[rank], layout=self.layout, job=ckpt.Job(threads=1)), self._vary)
         self._check(into)
         return played
 
@@ -116,11 +121,13 @@ class Calls:
     def references(self) -> Played:
         """A save that refers to the one before it for all tensors."""
         if self.base is None:
-            self.save(reusable=True)
+            self.save(reuse=True)
             self.base = self.saved
         url, base = self._fresh("run"), self.base
         self.base = url
-        return self.job.play(lambda rank: ckpt.save(url, self.states[rank], layout=self.layout, threads=1, base=base), self._vary)
+        return self.job.play(
+            lambda rank: ckpt.save(url, self.states[rank], layout=self.layout, job=ckpt.Job(threads=1), reuse=base), self._vary
+        )
 
     def reshard(self) -> Played:
         into = [self._state(rank) for rank in range(2)]

@@ -61,14 +61,14 @@ def measure(rank: Rank, *, directory: str, kind: str, count: int) -> dict[str, t
 
     alone = rank.groups[1]
     os.makedirs(directory)
-    ckpt.save(f"{directory}/first", {"v": {"a": 1}}, process_group=alone)
-    ckpt.load(f"{directory}/first", {"v": {"a": 1}}, process_group=alone)
+    ckpt.save(f"{directory}/first", {"v": {"a": 1}}, job=ckpt.Job(process_group=alone))
+    ckpt.load(f"{directory}/first", {"v": {"a": 1}}, job=ckpt.Job(process_group=alone))
     values: Any = {f"key{i}": i + 0.5 for i in range(count)} if kind == "words" else {i: i + 2 for i in range(count)}
     state, other = {"v": values}, {"v": dict.fromkeys(values, 0)}
     found = {
-        "save": _cost(lambda: ckpt.save(f"{directory}/a", state, process_group=alone)),
-        "again": _cost(lambda: ckpt.save(f"{directory}/b", state, process_group=alone)),
-        "load": _cost(lambda: ckpt.load(f"{directory}/a", other, process_group=alone)),
+        "save": _cost(lambda: ckpt.save(f"{directory}/a", state, job=ckpt.Job(process_group=alone))),
+        "again": _cost(lambda: ckpt.save(f"{directory}/b", state, job=ckpt.Job(process_group=alone))),
+        "load": _cost(lambda: ckpt.load(f"{directory}/a", other, job=ckpt.Job(process_group=alone))),
         "json": _cost(lambda: json.loads(json.dumps(list(values.items())))),
         "torch": _cost(lambda: (torch.save(state, f"{directory}/t"), torch.load(f"{directory}/t", weights_only=False))),
     }

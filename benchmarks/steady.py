@@ -150,11 +150,11 @@ def _checkpointer(way: str, folder: str, group: Any) -> ckpt.Checkpointer:
     ways: dict[str, dict[str, Any]] = {
         "keep": {},
         "reuse": {"reuse": True},
-        "anchor": {"anchor": Anchor(EVERY)},
+        "anchor": {"reuse": Anchor(EVERY)},
         "local": {"local": f"{folder}/local"},
         "memory, local": {"memory": ckpt.Memory(keep=2), "local": f"{folder}/local", "save": EverySteps(EVERY)},
     }
-    return ckpt.Checkpointer(f"{folder}/root", **{"save": EverySteps(1), **ways[way]}, keep=Latest(KEEP), process_group=group)
+    return ckpt.Checkpointer(f"{folder}/root", **{"save": EverySteps(1), **ways[way]}, keep=Latest(KEEP), job=ckpt.Job(process_group=group))
 
 
 def save(rank: Rank, *, steps: range) -> dict[str, float]:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .engine.copy.copy import CopyReport as CopyReport
     from .engine.copy.copy import copy_checkpoint
     from .engine.load.fill import LoadReport as LoadReport
+    from .engine.load.fill import ReadOptions as ReadOptions
     from .engine.save.background import SaveHandle as SaveHandle
     from .engine.save.fence import fence as fence
     from .engine.save.options import SaveReport as SaveReport
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from .engine.view import View as View
     from .errors import CkptError as CkptError
     from .io_backends.registry import configure_storage as configure_storage
+    from .net.group import Job as Job
     from .plan.layout.layout import Layout as Layout
     from .plan.layout.mesh import Mesh as Mesh
     from .plan.layout.mesh import Numbered as Numbered
@@ -65,9 +67,11 @@ if TYPE_CHECKING:
     from .plan.layout.placements import Stage as Stage
     from .plan.layout.placements import Uneven as Uneven
     from .runs.checkpointer import Checkpointer as Checkpointer
+    from .runs.members import Member as Member
     from .runs.members import MemberChanges as MemberChanges
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
+    from .runs.node_tier import SharedLocal as SharedLocal
     from .runs.restore_order import BeginFrom as BeginFrom
     from .runs.restore_order import RestoredFrom as RestoredFrom
     from .runs.step_listing import latest as latest
@@ -83,10 +87,14 @@ _WHERE = {
     "Checkpointer": "runs.checkpointer",
     "RestoredFrom": "runs.restore_order",
     "BeginFrom": "runs.restore_order",
+    "SharedLocal": "runs.node_tier",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
+    "Member": "runs.members",
     "MemberChanges": "runs.members",
+    "Job": "net.group",
     "load": "api",
+    "ReadOptions": "engine.load.fill",
     "open": "api",
     "latest": "runs.step_listing",
     "list_steps": "runs.step_listing",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.concurrency import gc_paused
 from ckpt.io_backends.registry import scheme_of
-from ckpt.net.group import Group, current_group, warn_if_others_are_missing
+from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.telemetry.callbacks import ProgressCallback, callback_of
 
@@ -19,10 +19,9 @@ from .settings import check_flags
 from .text import url_text
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from typing_extensions import Unpack
 
-    from ckpt.engine.load.fill import LoadReport
+    from ckpt.engine.load.fill import LoadReport, ReadOptions
     from ckpt.engine.save.background import SaveHandle
     from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport
     from ckpt.engine.view import View
@@ -39,13 +38,10 @@ def save(
     check_replicas: bool = True,
     merge_flat_shards: bool = True,
     codec: str | None = None,
-    timeout: float | None = None,
-    threads: int | None = None,
-    process_group: ProcessGroup | None = None,
+    reuse: bool | str | os.PathLike[str] = False,
+    job: Job | None = None,
     progress: bool | ProgressCallback | None = None,
     dry_run: bool = False,
-    base: str | os.PathLike[str] | None = None,
-    reusable: bool = False,
 ) -> SaveReport:
     """Save a state as one checkpoint. Collective: every rank of the job calls it; without torch.distributed, one process does.
 
@@ -67,24 +63,21 @@ def save(
         merge_flat_shards: store flat shards (ZeRO, Megatron's distributed optimizer, FSDP1) as whole rows: ranks send each other
             less than a row at each boundary. Without it each shard is stored as the boxes that it is made of, and nothing is sent.
         codec: ``"planes-zstd"`` (byte planes of floating-point numbers) or ``"zstd"``; chunks that do not shrink are stored as they are.
-        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
-        threads: threads that this rank writes with (``CKPT_THREADS``; its share of the cores, at most 4).
-        process_group: the ranks that take part, if not all.
+        reuse: an earlier checkpoint beside this one, in the same run. Chunks of frozen tensors that it has, bit for bit, are not written:
+            the new checkpoint refers to its files, which have to stay (docs/guides/frozen-part-once.md). The earlier one must have been
+            saved with ``reuse``, too. True: refer to none, and keep XXH3-128 digests of tensors that may stay as they are, so that a later
+            save can name this one.
+        job: which ranks take part, and how long they wait for each other.
         progress: a function that is called with the bytes that this rank has done and has to do in all, ten times a second at most, in a
             thread of its own; or True for a bar on the terminal of the leading rank. If it raises, it is not called again.
         dry_run: plan the save on all ranks and write nothing: raise what cannot be saved, and report what would be written. Replicas are
             not compared. The estimate of seconds comes from the spans of the checkpoint at ``url`` or of a step beside it.
-        base: an earlier checkpoint beside this one, in the same run. Chunks of frozen tensors that it has, bit for bit, are not written:
-            the new checkpoint refers to its files, which have to stay (docs/guides/frozen-part-once.md). It must have been saved with a
-            base or with ``reusable``.
-        reusable: keep XXH3-128 digests of tensors that may stay as they are, so that a later save can name this one as its base. Naming
-            a base does it too.
 
     Raises:
         StateError: a value cannot be stored.
         NamesError: a glob of ``only`` matches no name; or with ``trainable``, nothing requires a gradient.
         LayoutError: a tensor's place is not clear.
-        MismatchError: the base has none of the state's tensors. Other errors of :func:`open`: it cannot be read.
+        MismatchError: the checkpoint of ``reuse`` has none of the state's tensors. Other errors of :func:`open`: it cannot be read.
         ConsistencyError: the ranks' states do not make one checkpoint; CoverageError for holes and overlaps, ReplicaError for replicas
             that differ.
         StorageError: the storage failed; NoSpaceError, AccessError, ConflictError tell how.
@@ -95,7 +88,7 @@ def save(
     from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.save import save_state
 
-    group = current_group(process_group)
+    group = current_group(Job.of(job).process_group)
     with group.fails_together("save", url):
         scheme_of(url)
         wait_for_pending_save(group)
@@ -107,11 +100,10 @@ def save(
             "check_replicas": check_replicas,
             "merge_flat_shards": merge_flat_shards,
             "codec": codec,
-            "timeout": timeout,
-            "threads": threads,
+            "job": job,
             "progress": progress,
         }
-        options = _save_options(group, url, given, base, reusable=reusable)
+        options = _save_options(group, url, given, reuse=reuse)
     if dry_run:
         from ckpt.engine.dry_run import save as rehearsal
 
@@ -126,8 +118,7 @@ def save_async(
     capture: Literal["lazy", "eager"] = "lazy",
     when_busy: Literal["wait", "refuse"] = "wait",
     staging_bytes: int | None = None,
-    base: str | os.PathLike[str] | None = None,
-    reusable: bool = False,
+    reuse: bool | str | os.PathLike[str] = False,
     **arguments: Unpack[SaveArguments],
 ) -> SaveHandle:
     """Begin to save a state and return; the rest happens in the background. Collective like :func:`save`.
@@ -145,8 +136,8 @@ def save_async(
         capture: ``"lazy"``, or ``"eager"``: when the call returns, the state may change in any way.
         when_busy: one save of a job is in flight at a time: ``"wait"`` for the one before, or ``"refuse"`` with :class:`BusyError`.
         staging_bytes: most host memory for the copy; by default as much as this rank writes. With less, capturing waits for writing.
-        url, state, only, trainable, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress, base,
-            reusable: as for :func:`save`. Candidates for the base are hashed before the call returns.
+        url, state, only, trainable, layout, check_replicas, merge_flat_shards, codec, reuse, job, progress: as for :func:`save`. What may
+            be referred to is hashed before the call returns.
 
     Raises:
         BusyError: a save is in flight, and ``when_busy`` is ``"refuse"``.
@@ -157,13 +148,13 @@ def save_async(
     from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.options import check_capture
 
-    group = current_group(arguments.get("process_group"))
+    group = current_group(Job.of(arguments.get("job")).process_group)
     with group.fails_together("save", url):
         scheme_of(url)
         check_capture(capture, staging_bytes)
         if when_busy not in ("wait", "refuse"):
             raise UsageError(f"when_busy is 'wait' or 'refuse', not {when_busy!r}")
-        options = _save_options(group, url, arguments, base, reusable=reusable, staging=staging_bytes)
+        options = _save_options(group, url, arguments, reuse=reuse, staging=staging_bytes)
     if when_busy == "refuse":
         refuse_if_busy(group, url, options.timeout)
     with group.fails_together("save", url):
@@ -182,9 +173,8 @@ def _save_options(
     group: Group,
     url: str,
     arguments: SaveArguments,
-    base: str | os.PathLike[str] | None,
     *,
-    reusable: bool,
+    reuse: bool | str | os.PathLike[str],
     staging: int | None = None,
 ) -> SaveOptions:
     from ckpt.engine.save.options import SaveOptions
@@ -194,10 +184,10 @@ def _save_options(
     warn_if_others_are_missing(group)
     progress = arguments.get("progress")
     bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
-    base = None if base is None else url_text(base)
+    base = None if isinstance(reuse, bool) else url_text(reuse)
     if not isinstance(base, str | None):
-        raise UsageError(f"base= is the path or URL of a checkpoint, not {base!r}")
-    return SaveOptions.of(arguments, progress=bar, base=base, reusable=reusable, staging=staging)
+        raise UsageError(f"reuse= is the path or URL of an earlier checkpoint, True or False, not {reuse!r}")
+    return SaveOptions.of(arguments, progress=bar, base=base, reusable=reuse is True, staging=staging)
 
 
 @gc_paused()
@@ -205,19 +195,14 @@ def load(
     url: str | os.PathLike[str],
     state: Mapping[str, Any],
     *,
-    member: str | None = None,
     only: str | Sequence[str] | None = None,
     trainable: bool = False,
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     cast: bool = False,
-    verify: Literal["full", "partial", "off"] = "full",
-    exchange: bool | None = None,
-    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
+    read: ReadOptions | None = None,
     layout: Layout | None = None,
-    timeout: float | None = None,
-    threads: int | None = None,
-    process_group: ProcessGroup | None = None,
+    job: Job | None = None,
     progress: bool | ProgressCallback | None = None,
     dry_run: bool = False,
 ) -> LoadReport:
@@ -228,9 +213,8 @@ def load(
     that only the checkpoint has. Nothing changes before every rank has found that everything fits.
 
     Args:
-        url: the checkpoint.
+        url: the checkpoint. Of the step of a run of several jobs, that of one member: ``ckpt.open(url, member="trainer").url``.
         state: as for :func:`save`; its tensors say what this rank needs.
-        member: of the step of a run of several jobs: whose checkpoint (docs/guides/joint-run.md).
         only: globs of names in the state to load; all others are left alone.
         trainable: leave parameters alone that do not require a gradient, and what an optimizer has for them.
         rename: name or glob in the checkpoint → name or glob in the state; one ``*`` on each side stands for the same text, and the first
@@ -239,17 +223,12 @@ def load(
             module, as DCP writes them, need no rule: the module in front is found after these renames.
         strict: whether missing and unexpected names are errors. They are in the report either way.
         cast: whether tensors of another dtype are converted, as ``Tensor.copy_`` does. Complex numbers do not become real ones.
-        verify: ``"full"`` reads every touched chunk whole and checks it; ``"partial"`` reads only what is needed and checks the chunks that
-            are needed whole; ``"off"`` checks nothing.
-        exchange: ranks that want the same chunks, or parts of them, read each once and hand over to each other what they want. By default
-            everything where storage is not a file system; on a file system, where reading costs less than sending, only ranks of one
-            machine, and only chunks of which they want different parts. ``False``: each rank reads what it needs.
-        sources: as for :func:`open`.
+        read: how it reads, and what it checks.
         progress: as for :func:`save`. Bytes are those of this rank's tensors; what other ranks read for it counts at the end.
         dry_run: plan the load on all ranks and change nothing: read the index and the headers of files only, raise what does not fit, and
             report what would be read. The estimate of seconds comes from the newest load in the run's log; without one, each rank reads a
             sample of its reads, for a quarter of a second. Objects of the state are not asked whether they take their values.
-        layout, timeout, threads, process_group: as for :func:`save`.
+        layout, job: as for :func:`save`.
 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that can be read.
@@ -261,28 +240,24 @@ def load(
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
     url = url_text(url)
-    from ckpt.engine.load.fill import LoadOptions
+    from ckpt.engine.load.fill import LoadOptions, ReadOptions
     from ckpt.engine.load.load import load_state
     from ckpt.io_backends.registry import is_file_system
     from ckpt.plan.match import Selection, rules_of_rename
     from ckpt.plan.values import StatePart
 
-    group = current_group(process_group)
+    job = Job.of(job)
+    group = current_group(job.process_group)
     with group.fails_together("load", url):
         scheme_of(url)
-        if member is not None:
-            from ckpt.runs.members import member_url
-
-            url = member_url(url, member)
         if group.saves:
             from ckpt.engine.save.job import wait_for_pending_save
 
             wait_for_pending_save(group)
         if layout is not None:
             check_layout(layout, group.ranks)
-        check_flags(strict=strict, cast=cast, dry_run=dry_run, **({} if exchange is None else {"exchange": exchange}))
-        if verify not in ("full", "partial", "off"):
-            raise UsageError(f"verify must be 'full', 'partial' or 'off', not {verify!r}")
+        check_flags(strict=strict, cast=cast, dry_run=dry_run)
+        read = ReadOptions.of(read)
         part = StatePart.of(only, trainable=trainable)
         selection = Selection(only=part.only if part else (), rename=rules_of_rename(rename), trainable=trainable)
         options = LoadOptions(
@@ -290,11 +265,11 @@ def load(
             selection=selection,
             strict=strict,
             cast=cast,
-            verify=verify,
-            exchange="none" if exchange is False else "parts" if exchange is None and is_file_system(url) else "all",
-            timeout=settings.timeout(timeout),
-            threads=settings.threads(threads),
-            sources=settings.sources(sources),
+            verify=read.verify,
+            exchange="none" if read.exchange is False else "parts" if read.exchange is None and is_file_system(url) else "all",
+            timeout=settings.timeout(job.timeout),
+            threads=settings.threads(job.threads),
+            sources=settings.sources(read.sources),
             progress=None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"load {url}"),
             dry_run=dry_run,
         )
@@ -314,7 +289,7 @@ def open(
     """Look into a checkpoint, in one process. Reads the index; tensors are read when they are indexed.
 
     Args:
-        member: as for :func:`load`.
+        member: of the step of a run of several jobs: whose checkpoint (docs/guides/joint-run.md).
         sources: directories or URLs below which the files may lie that a virtual checkpoint points into; ``()``: none, so virtual
             checkpoints are refused. By default as ``CKPT_SOURCES`` says, and without it wherever the checkpoint points: it may name any
             file or URL that this process can read, so give ``sources`` for checkpoints of people whom you do not trust.

@@ -10,6 +10,8 @@ that are nearly one of these are warned of.
 ``CKPT_SOCKET_IFNAME``          network interfaces that ranks send each other bytes over, written as for
                                 ``NCCL_SOCKET_IFNAME``; by default those of ``GLOO_SOCKET_IFNAME``, or
                                 ``NCCL_SOCKET_IFNAME``, or all
+``CKPT_RUN_LOG``       on       ``off``: no ``ckpt-log.json`` below a run, which notes the newest 20 failed saves and loads for
+                                ``ckpt report`` and ``ckpt stats``
 ``CKPT_SPANS``         on       ``off``: no record of how long each phase of a save took (``ckpt stats``)
 ``CKPT_CONDITIONAL_PUT``        ``require``: an object store that does not keep the conditions of a write is
                        require  refused; ``emulate``: we look and then write, which protects nothing from
@@ -73,6 +75,7 @@ NAMES = (
     "CKPT_MEMORY_SECRET",
     "CKPT_PROGRESS",
     "CKPT_PROVE",
+    "CKPT_RUN_LOG",
     "CKPT_S3_CHECKSUM",
     "CKPT_SOCKET_IFNAME",
     "CKPT_SOURCES",
@@ -151,6 +154,10 @@ def socket_interfaces() -> list[tuple[str, str]]:
     """The variables that are set and name network interfaces, and what they say, the most important first."""
     names = ("CKPT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return [(name, given) for name in names if (given := variable(name, "").strip())]
+
+
+def run_log() -> bool:
+    return _choice("CKPT_RUN_LOG", ("on", "off"), "the log of a run is on or off") == "on"
 
 
 def spans() -> bool:

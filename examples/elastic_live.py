@@ -92,10 +92,10 @@ def train(steps: int, through: str | None = None) -> tuple[list[str], int]:
 
 def _through_storage(url: str, old: dict[str, Any] | None, new: dict[str, Any] | None, before: DeviceMesh, after: DeviceMesh) -> None:
     if old is not None:
-        ckpt.save(url, old, process_group=before.get_group())
+        ckpt.save(url, old, job=ckpt.Job(process_group=before.get_group()))
     dist.barrier()
     if new is not None:
-        ckpt.load(url, new, process_group=after.get_group())
+        ckpt.load(url, new, job=ckpt.Job(process_group=after.get_group()))
 
 
 def main() -> None:

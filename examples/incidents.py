@@ -185,7 +185,7 @@ def save_and_die(folder: Path) -> None:
     if folder.name == "dcp":
         dcp.save(rows(2.0), checkpoint_id=folder / "dcp")
     killed()
-    ckpt.save(folder / "ckpt", rows(2.0), timeout=20)
+    ckpt.save(folder / "ckpt", rows(2.0), job=ckpt.Job(timeout=20))
 
 
 def overwritten(folder: Path) -> Outcomes:

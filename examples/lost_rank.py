@@ -72,7 +72,7 @@ def train(run: str, last: int, kill_at: int | None = None, *, memory: bool = Tru
     leads = dist.get_rank() == 0
     training = Training()
     tiers: dict[str, Any] = {"memory": ckpt.Memory(copies=0), "save": EverySteps(1000)} if memory else {"save": EverySteps(1)}
-    with ckpt.Checkpointer(run, keep=Latest(2), timeout=60, **tiers) as c, Path(f"{run.rstrip('/')}.log").open("a") as log:
+    with ckpt.Checkpointer(run, keep=Latest(2), job=ckpt.Job(timeout=60), **tiers) as c, Path(f"{run.rstrip('/')}.log").open("a") as log:
         state = training.state()
         start = c.restore(state)
         if start is not None:

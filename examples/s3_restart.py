@@ -77,7 +77,7 @@ def train(run: str, local: str | None, steps: int, log: str) -> None:
     average = averaged(model)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "average": average, "seen": 0}
 
-    with ckpt.Checkpointer(run, local=local, save=EverySteps(3), keep=Latest(2), timeout=TIMEOUT) as c:
+    with ckpt.Checkpointer(run, local=local, save=EverySteps(3), keep=Latest(2), job=ckpt.Job(timeout=TIMEOUT)) as c:
         start = c.restore(state)
         say(log, start=start, copy=str(c.restored_from) if start is not None else None, ranks=dist.get_world_size())
         saved = True

@@ -109,10 +109,10 @@ def test_the_memory_tier_has_the_state_of_the_call(daemon: MemoryClient) -> None
 def test_a_base_on_a_gpu_is_referred_to(tmp_path: Path) -> None:
     model, optimizer = trained("cuda")
     big = torch.randn(1 << 20, device="cuda")
-    ckpt.save(str(tmp_path / "a"), {"model": model, "optimizer": optimizer, "big": big}, reusable=True)
+    ckpt.save(str(tmp_path / "a"), {"model": model, "optimizer": optimizer, "big": big}, reuse=True)
     model(torch.randn(8, 33, device="cuda")).square().mean().backward()
     optimizer.step()
-    report = ckpt.save(str(tmp_path / "b"), {"model": model, "optimizer": optimizer, "big": big}, base=str(tmp_path / "a"))
+    report = ckpt.save(str(tmp_path / "b"), {"model": model, "optimizer": optimizer, "big": big}, reuse=str(tmp_path / "a"))
     assert report.reused_bytes >= big.nbytes
     loaded, other = trained("cuda", seed=1)[0], torch.zeros_like(big)
     ckpt.load(str(tmp_path / "b"), {"model": loaded, "big": other}, strict=False)

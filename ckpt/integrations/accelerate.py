@@ -141,7 +141,7 @@ def use(
             A directory that ``save_state`` and ``load_state`` are given is taken as it is.
         keep: what stays of the numbered ones, by default as many as ``total_limit`` of the ``ProjectConfiguration`` says, or all.
         background: whether ``save_state`` returns while the save goes on. The next one, ``load_state`` and ``end_training`` wait for it.
-        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``trainable``...
+        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``job``, ``trainable``...
 
     Raises:
         UsageError: the accelerator uses something that this does not go with.

@@ -119,6 +119,6 @@ def use(engine: DeepSpeedEngine, root: str | os.PathLike[str], *, keep: KeepPoli
     Args:
         root: path or URL of the run; ``save_checkpoint()`` saves to ``global_step<n>`` below it.
         keep: what stays of the run, by default all.
-        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``trainable``...
+        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``job``, ``trainable``...
     """
     return EngineCheckpoints(engine, NamedRun(url_text(root), "global_step{}", keep=keep or All(), **options))

@@ -24,7 +24,7 @@ from ckpt.engine.save.save import save_state
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import configure_storage
 from ckpt.needs import needed
-from ckpt.net.group import Group
+from ckpt.net.group import Group, Job
 from ckpt.runs.removal import remove_at
 
 from .reading import BackgroundSave, read_state
@@ -75,7 +75,7 @@ class CkptIO(BackgroundSave, CheckpointIO):
 
     def __init__(self, *, background: bool = False, codec: str | None = None, threads: int | None = None) -> None:
         self.background = background
-        self._options = SaveOptions.of({"check_replicas": False, "merge_flat_shards": False, "codec": codec, "threads": threads})
+        self._options = SaveOptions.of({"check_replicas": False, "merge_flat_shards": False, "codec": codec, "job": Job(threads=threads)})
         self._group = Group(0, (0,))
         """Lightning calls this on one rank, whatever the size of the job."""
 

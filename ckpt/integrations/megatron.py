@@ -35,7 +35,7 @@ from megatron.core.dist_checkpointing.strategies.base import (
 
 from ckpt import api, settings
 from ckpt.errors import NamesError, UsageError
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.state.named import plain, stored_name
 
 __all__ = ["CkptLoad", "CkptSave", "plain"]
@@ -48,7 +48,7 @@ class CkptSave(AsyncSaveShardedStrategy):
     """``checkpointing_context={"save_strategy": CkptSave()}`` is how Megatron-LM and Bridge take it.
 
     Args:
-        options: as for :func:`ckpt.save`: ``codec``, ``threads``, ``timeout``, …
+        options: as for :func:`ckpt.save`: ``codec``, ``job``, …
     """
 
     can_handle_sharded_objects = True
@@ -85,7 +85,7 @@ class CkptLoad(LoadShardedStrategy):
     """Loads what :class:`CkptSave` has saved, on any number of ranks. ``dist_checkpointing.load`` chooses it by itself.
 
     Args:
-        options: as for :func:`ckpt.load`: ``cast``, ``verify``, ``threads``, …
+        options: as for :func:`ckpt.load`: ``cast``, ``read``, ``job``, …
     """
 
     can_handle_sharded_objects = True
@@ -109,10 +109,11 @@ class CkptLoad(LoadShardedStrategy):
             NamesError: the checkpoint lacks something; nothing was changed. Other errors of :func:`ckpt.load`.
         """
         values, url = list(nested_values(sharded_state_dict)), os.fspath(checkpoint_dir)
-        group = current_group(self.options.get("process_group"))
+        job = Job.of(self.options.get("job"))
+        group = current_group(job.process_group)
         with group.fails_together("names", url):
             names = {each.key if isinstance(each, ShardedTensor) else stored_name(each) for each in values}
-            seconds = settings.timeout(self.options.get("timeout"))
+            seconds = settings.timeout(job.timeout)
         call = group.call("names", url, seconds)
         if missing := call.map_reduce(
             "names",

@@ -149,7 +149,7 @@ class NamedRun(Checkpointer):
     """A run whose directories have a framework's names, such as ``checkpoint_{}``, and a job that also saves elsewhere."""
 
     def __init__(self, root: str, name: str, **options: Any) -> None:
-        wrong = [key for key in ("local", "memory", "member", "members") if options.get(key)]
+        wrong = [key for key in ("local", "memory", "member") if options.get(key)]
         if wrong:
             raise UsageError(f"{wrong[0]}= does not go with names of a framework", hint="save with a ckpt.Checkpointer of your own")
         self._name = name
@@ -171,7 +171,7 @@ class NamedRun(Checkpointer):
 
     def load_from(self, url: str, state: Mapping[str, Any], **options: Any) -> None:
         """Load what is at ``url``, with the options of the run."""
-        same = ("only", "trainable", "layout", "timeout", "threads", "process_group", "progress")
+        same = ("only", "trainable", "layout", "job", "progress")
         load(url, state, **{k: v for k, v in self._saving.items() if k in same} | options)
 
     def wait(self) -> None:

@@ -300,7 +300,7 @@ def use(
             ``load_best_model_at_end`` the best checkpoint stays besides.
         weights: whether ``model.safetensors`` lies beside each checkpoint, too: the weights once more, gathered on the first rank, for
             which training waits. ``ckpt convert --to hf`` makes the same of any checkpoint later.
-        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``timeout``, ``capture``...
+        options: those of :class:`ckpt.Checkpointer`: ``codec``, ``job``, ``capture``...
 
     Raises:
         UsageError: the trainer uses something that this does not go with.

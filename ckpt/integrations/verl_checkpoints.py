@@ -130,7 +130,7 @@ class CkptCheckpointManager(BackgroundSave, _OWN):  # type: ignore[misc, valid-t
         if find_format(url) == FORMAT_NAME:
             part["only"] = [glob for glob in part.get("only", [g for globs in _PARTS.values() for g in globs]) if glob != _RNG]
             log.warning("%s is of verl: its random numbers are not taken", url)
-        load(url, self.state(), **{k: v for k, v in self.options.items() if k in ("timeout", "threads")}, **part)
+        load(url, self.state(), **{k: v for k, v in self.options.items() if k == "job"}, **part)
         if self.rank == 0 and local_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(local_path)
 
@@ -141,7 +141,7 @@ def use(root: str | os.PathLike[str] | None = None, **options: Any) -> None:
     Args:
         root: where checkpoints go, such as ``s3://bucket/run``; without it, where verl's ``default_local_dir`` is. That directory has the
             position in the data and the tracker file in any case, so it must outlive the machine.
-        options: of :func:`ckpt.save_async`: ``codec``, ``timeout``, ``threads``...
+        options: of :func:`ckpt.save_async`: ``codec``, ``job``...
     """
     warn_if_untried("verl", "0.9.1")
     CkptCheckpointManager.root, CkptCheckpointManager.options = None if root is None else os.fspath(root), options

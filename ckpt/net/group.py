@@ -109,6 +109,30 @@ _alone = threading.local()
 """The group of a thread that saves and loads without torch.distributed: threads do so independently of each other."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """The ranks that call a save or a load together, and how each of them works: ``job=ckpt.Job(timeout=60)``.
+
+    Args:
+        process_group: the ranks that take part, if not all.
+        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
+        threads: threads that each rank reads or writes with (``CKPT_THREADS``; its share of the cores, at most 4).
+    """
+
+    process_group: ProcessGroup | None = None
+    timeout: float | None = None
+    threads: int | None = None
+
+    @classmethod
+    def of(cls, job: object) -> Job:
+        """What a caller gives as ``job=``; None: the defaults."""
+        if job is None:
+            return cls()
+        if not isinstance(job, cls):
+            raise UsageError(f"job= is a ckpt.Job, not {job!r}", hint="job=ckpt.Job(process_group=group, timeout=60)")
+        return job
+
+
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
     dist: Any = sys.modules.get("torch.distributed")  # whoever uses it has imported it

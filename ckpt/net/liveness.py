@@ -262,7 +262,7 @@ def silent(kind: str, url: str, phase: str, timeout: float, ranks: list[int]) ->
     return DeadlineError(
         f"{kind}: nothing was heard of {ranks_text(ranks)} for {timeout:g} s (phase {phase!r})",
         where=url,
-        hint="every rank must make the call, without `if rank == 0:`; look whether they died or hang; a larger timeout= gives slow "
+        hint="every rank must make the call, without `if rank == 0:`; look whether they died or hang; a larger Job(timeout=) gives slow "
         "storage more time; `ckpt ls` shows what is committed",
     )
 

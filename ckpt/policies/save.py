@@ -13,6 +13,7 @@ Also here: what keeping policies share with them, and the policies for what a sa
 from __future__ import annotations
 
 import math
+import signal
 import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
@@ -90,9 +91,15 @@ class Anchor:
     """
 
     every: int = 10
+    trust: TrustFrozen | None = None
+    """Which frozen tensors are not hashed by every save."""
 
     def __post_init__(self) -> None:
         check_whole(self.every, "Anchor(every)", 1, "Anchor(every=10)")
+        trust: object = self.trust
+        if trust is not None and not isinstance(trust, TrustFrozen):
+            hint = "Anchor(trust=ckpt.policies.TrustFrozen(hash_every=10))"
+            raise UsageError(f"Anchor(trust=) is a TrustFrozen, not {self.trust!r}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +236,12 @@ class SavePolicy(Policy, ABC):
 
     def ends(self, now: Moment) -> bool:
         """Whether a save that is due now is the job's last one: training is to end when it is durable."""
-        return self.watches_preemption and now.preempted
+        return bool(self.watched_signals) and now.preempted
 
     @property
-    def watches_preemption(self) -> bool:
-        """Whether it looks at ``Moment.preempted``: only then are signals watched. A policy of your own that does says so here."""
-        return False
+    def watched_signals(self) -> tuple[int, ...]:
+        """The signals that set ``Moment.preempted``. A policy of your own that looks at it names them here."""
+        return ()
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
         return AnySave.of(self, other)
@@ -294,14 +301,26 @@ class AtSteps(SavePolicy):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OnPreemption(SavePolicy):
-    """Due once when a notice comes that the job will be stopped."""
+    """Due once when a notice comes that the job will be stopped: when one of ``signals`` comes to any rank. The default is what Slurm
+    (``--signal``), Kubernetes and torchrun send before they stop a job. Handlers that were there before run too."""
+
+    signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "signals", tuple(int(signal.Signals(number)) for number in self.signals))
+        except (TypeError, ValueError):
+            text = f"OnPreemption(signals=) takes numbers of signals, not {self.signals!r}"
+            raise UsageError(text, hint="OnPreemption(signals=[signal.SIGTERM, signal.SIGUSR1])") from None
+        if not self.signals:
+            raise UsageError("OnPreemption(signals=) names no signal", hint="leave OnPreemption out if nothing is watched")
 
     def reason(self, now: Moment) -> str | None:
         return "preempted" if now.preempted else None
 
     @property
-    def watches_preemption(self) -> bool:
-        return True
+    def watched_signals(self) -> tuple[int, ...]:
+        return tuple(self.signals)
 
 
 class AnySave(JoinedPolicy, SavePolicy):
@@ -333,8 +352,8 @@ class AnySave(JoinedPolicy, SavePolicy):
         return self._part([policy.leader_part for policy in self.policies])
 
     @property
-    def watches_preemption(self) -> bool:
-        return any(policy.watches_preemption for policy in self.policies)
+    def watched_signals(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(number for policy in self.policies for number in policy.watched_signals))
 
     @staticmethod
     def _part(parts: list[SavePolicy | None]) -> SavePolicy | None:

@@ -15,6 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ckpt import settings
 from ckpt.api import load
 from ckpt.catalog import Catalog
 from ckpt.engine.load.fill import LoadArguments, LoadReport
@@ -24,12 +25,11 @@ from ckpt.engine.save.base import SaveBase
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
-from ckpt.net.group import Group, current_group, warn_if_others_are_missing
+from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
 from ckpt.policies.save import check_positive
-from ckpt.settings import text
 from ckpt.state.walk import check_state
 from ckpt.telemetry.callbacks import callback_of
 from ckpt.telemetry.spans import Row
@@ -37,12 +37,12 @@ from ckpt.text import url_text
 
 from .events import Alerts, Listener
 from .lineage import Bases, Lineage, run_options
-from .members import MemberChanges
+from .members import Member, MemberChanges
 from .membership import Membership
-from .node_tier import Memory, NodeLocal
+from .node_tier import Memory, NodeLocal, SharedLocal
 from .reporter import Reporter
 from .restore_order import BeginFrom, LoadedCopy, RestoredFrom, load_nearest, load_origin, origin_of
-from .save_schedule import SIGNALS, FailedSaves, SaveSchedule, State, check_signals, check_step, metric_values, state_of
+from .save_schedule import FailedSaves, SaveSchedule, State, check_step, metric_values, state_of
 from .step_listing import Step, step_url
 from .tier_chain import TierChain
 
@@ -64,17 +64,15 @@ class Checkpointer:
 
     Args:
         root: path or URL of the run.
-        save: when :meth:`step` saves (docs/policies.md). With :class:`OnPreemption` among them, SIGTERM and SIGUSR1 on any rank are
-            noticed, and the handlers that were there before run too.
+        save: when :meth:`step` saves (docs/policies.md).
         keep: what stays; the newest checkpoint and tagged ones always do.
-        signals: what counts as such a notice.
         local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
-            (docs/storage.md). Or :class:`ckpt.NodeLocal`, a directory on a disk of each node (docs/storage.md).
+            (docs/storage.md). :class:`ckpt.SharedLocal` also says what stays there. Or :class:`ckpt.NodeLocal`, a directory on a disk of
+            each node.
         memory: saves into the memory of the job's machines, with copies on others (docs/storage.md). With ``local``, what ``save`` asks
             for goes from there to the local tier, and on to ``root``.
-        local_keep: what stays in ``local``, by default ``Latest(1)``; the newest checkpoint and the one that is being published always do.
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
-            ``timeout``.
+            the timeout of ``job``.
         give_up_after: how many saves in a row the storage has to fail before the failure is raised. Until then training goes on: each
             failed save is a warning in the log and an event, and the policy decides when the next one is due. A save that succeeds ends the
             row. So it is with what :meth:`wait` cannot publish. :meth:`close` raises if the last save failed. Other errors are raised at
@@ -82,22 +80,19 @@ class Checkpointer:
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
             :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/observing.md).
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
-        run_log: whether saves that fail and loads are noted in ``ckpt-log.json`` below ``root``, the newest 20 of each, for ``ckpt report``
-            and ``ckpt stats``. Nothing waits for it, and that it cannot be written is no error.
         reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
             (docs/guides/frozen-part-once.md). The first save is whole, and so is one after a save that failed. A checkpoint that others
             refer to stays as long as they do. Not with ``local``. A :class:`ckpt.policies.TrustFrozen`: the same, and frozen tensors that
             torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
-        anchor: every how many saves one is an anchor; those between are stored as differences from it, chunk by chunk, where that is more
-            than 10 % smaller (docs/guides/smaller-saves.md). It has ``reuse`` in it, and a codec of its own.
-        member, members: this job is one of several that make up a run, such as a trainer and its replay buffer: its name, and those of all,
-            the same everywhere. A step exists once every member has saved it, within ``timeout``; :meth:`restore` gives all of them the
-            same. The first of ``members`` leads: its ``keep`` decides what stays, and the others hear of its saves by :meth:`requested`
-            (docs/guides/joint-run.md).
+            A :class:`ckpt.policies.Anchor`: the same, and some saves are anchors; those between are stored as differences from the last
+            one, chunk by chunk, where that is more than 10 % smaller (docs/guides/smaller-saves.md). It has a codec of its own.
+        member: this job is one of several that make up a run, such as a trainer and its replay buffer. A step exists once every member has
+            saved it, within the timeout of ``job``; :meth:`restore` gives all of them the same. The first member leads: its ``keep``
+            decides what stays, and the others hear of its saves by :meth:`requested` (docs/guides/joint-run.md).
         only, trainable: as for :func:`ckpt.save`; :meth:`restore` loads the same part. ``begin_from`` is its base, and is loaded whole, at
             every start.
-        capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, timeout, threads, process_group, progress: as for
-            :func:`ckpt.save_async`; ``progress`` also for :meth:`restore`.
+        capture, staging_bytes, layout, check_replicas, merge_flat_shards, codec, job, progress: as for :func:`ckpt.save_async`;
+            ``progress`` also for :meth:`restore`.
     """
 
     restored_from: RestoredFrom | None = None
@@ -121,56 +116,50 @@ class Checkpointer:
         keep: KeepPolicy = All(),  # noqa: B008  a value
         capture: Literal["lazy", "eager"] = "lazy",
         staging_bytes: int | None = None,
-        reuse: bool | TrustFrozen = False,
-        anchor: Anchor | None = None,
-        signals: Sequence[int] = SIGNALS,
-        local: str | os.PathLike[str] | NodeLocal | None = None,
+        reuse: bool | TrustFrozen | Anchor = False,
+        local: str | os.PathLike[str] | SharedLocal | NodeLocal | None = None,
         memory: Memory | None = None,
-        local_keep: KeepPolicy | None = None,
         publish_timeout: float | None = None,
         give_up_after: int = 1,
         on_event: Listener | Sequence[Listener] | None = None,
         alerts: bool | Alerts = True,
-        run_log: bool = True,
-        member: str | None = None,
-        members: Sequence[str] = (),
+        member: Member | None = None,
         **arguments: Unpack[SaveArguments],
     ) -> None:
         root = url_text(root)
-        signals = check_signals(signals)
-        check_arguments(save=save, keep=keep, **({} if local_keep is None else {"local_keep": local_keep}))
+        check_arguments(save=save, keep=keep)
         tiers = local is not None or memory is not None
-        options = self._options = run_options(arguments, reuse=reuse, anchor=anchor, staging=staging_bytes, root=root, tiers=tiers)
+        options = self._options = run_options(arguments, reuse=reuse, staging=staging_bytes, root=root, tiers=tiers)
         self._progress = arguments.get("progress")
         callback_of(progress=self._progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
-        self._process_group = arguments.get("process_group")
-        self._group = current_group(self._process_group)
-        if text("CKPT_PROVE") is not None:
+        self._job = Job.of(arguments.get("job"))
+        self._group = current_group(self._job.process_group)
+        if settings.text("CKPT_PROVE") is not None:
             from ckpt.testing.witness import attended
 
             self._witness, root = attended(root, self._group, options.layout, joint=member is not None)
-            local, memory, local_keep = None, None, None
-        if member is not None or members:
-            self._joint = Membership(root, member, members, self._group, options.timeout, keep)
+            local, memory = None, None
+        if member is not None:
+            self._joint = Membership(root, member, self._group, options.timeout, keep)
             root, keep = self._joint.own_root, All()  # what stays is decided for all members together
         self.root = root
         self._policy = save
         self._keep = keep
         self._capture = capture
-        self._bases = Bases(anchor)
+        self._bases = Bases(reuse if isinstance(reuse, Anchor) else None)
         self._timeout = options.timeout
         if options.layout is not None:
             check_layout(options.layout, self._group.ranks)
         warn_if_others_are_missing(self._group)
-        self._tiers = TierChain(root, keep, local, local_keep, memory, self._group, options)
-        if anchor is not None:  # else the base is the newest checkpoint, which always stays
+        self._tiers = TierChain(root, keep, local, memory, self._group, options)
+        if isinstance(reuse, Anchor):  # else the base is the newest checkpoint, which always stays
             self._tiers.later.base = lambda: self._bases.base.url if self._bases.base is not None else None
         if memory is not None:
-            self._memory = SaveSchedule(memory.every, self._group, self._timeout, signals)
+            self._memory = SaveSchedule(memory.every, self._group, self._timeout)
         self._lineage = Lineage(self._tiers.later.look, lambda n, why: self._reporter.alert("unrestored", n, self._place(n), why))
         behind = local is not None and memory is None
-        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=behind, run_log=run_log)
+        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=behind, keeps_log=settings.run_log())
         self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
@@ -181,7 +170,7 @@ class Checkpointer:
         self._patience = self._timeout if publish_timeout is None else publish_timeout
         check_positive(self._patience, "publish_timeout", zero=True)
         # Last: what is refused above leaves no handler of a signal behind, which would keep a notice from ending the process.
-        self._schedule = SaveSchedule(save, self._group, self._timeout, signals)
+        self._schedule = SaveSchedule(save, self._group, self._timeout)
 
     def __repr__(self) -> str:
         return f"<ckpt.Checkpointer of {self.root}: saves {self._policy!r}, keeps {self._keep!r}{'; closed' if self._closed else ''}>"
@@ -312,10 +301,10 @@ class Checkpointer:
         reports: list[LoadReport],
     ) -> tuple[LoadedCopy | None, LoadedCopy | None]:
         """Load a checkpoint of this run, and where there is none ``origin``; gives the run's own, and what was loaded last."""
-        given = {"progress": self._progress, "layout": self._options.layout, "timeout": self._timeout, "threads": self._options.threads}
+        given = {"progress": self._progress, "layout": self._options.layout, "job": self._job}
 
         def load_one(url: str, **more: Any) -> None:
-            reports.append(load(url, state, process_group=self._process_group, **{**given, **options, **more}))
+            reports.append(load(url, state, **{**given, **options, **more}))
 
         part = self._options.part
         same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
@@ -519,7 +508,11 @@ class Checkpointer:
         """
         self._check_open()
         if self._joint is None:
-            raise UsageError("only a member of a run of several jobs is asked to save", where=self.root, hint="give member= and members=")
+            raise UsageError(
+                "only a member of a run of several jobs is asked to save",
+                where=self.root,
+                hint='member=ckpt.Member("buffer", of=("trainer", "buffer"))',
+            )
         return self._joint.requested()
 
     def _place(self, n: int) -> str:

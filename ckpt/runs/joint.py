@@ -134,7 +134,7 @@ class JointRun:
             f"the members of this run do not agree within {self.timeout:g} s: here they are {', '.join(self.members)}, "
             f"in {GENERATION_PATH} {others}",
             where=self.root,
-            hint="give every job the same members= in the same order, and start all of them",
+            hint="give every job the same Member(of=) in the same order, and start all of them",
         )
 
     def loaded(self) -> bool:
@@ -161,7 +161,7 @@ class JointRun:
         raise ConflictError(
             f"{', '.join(awaited or late)} did not load step {generation.step} within {self.timeout:g} s",
             where=self.root,
-            hint="start all members of the run; timeout= says how long they wait for each other",
+            hint="start all members of the run; Job(timeout=) says how long they wait for each other",
         )
 
     def refuse(self, reason: str) -> None:

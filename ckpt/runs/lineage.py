@@ -128,30 +128,27 @@ class Bases:
 
 
 def run_options(
-    arguments: SaveArguments, *, reuse: bool | TrustFrozen, anchor: Anchor | None, staging: int | None, root: str, tiers: bool
+    arguments: SaveArguments, *, reuse: bool | TrustFrozen | Anchor, staging: int | None, root: str, tiers: bool
 ) -> SaveOptions:
     """The options of the saves of a run; ``tiers``: they are committed somewhere else first. UsageError if these do not go together."""
-    if reuse is not False or anchor is not None or arguments.get("codec") is not None:
-        arguments["codec"] = _codec(reuse, anchor, arguments.get("codec"))
-    reusable = bool(reuse) or anchor is not None
-    if reusable and tiers:
-        what = "anchor=" if anchor is not None else "reuse="
-        raise UsageError(f"{what} does not work with a local tier", where=root, hint=f"leave one of {what} and local= or memory= out")
-    options = SaveOptions.of(arguments, reusable=reusable, staging=staging)
-    return replace(options, trust=None if isinstance(reuse, bool) else reuse)
+    if reuse is not False or arguments.get("codec") is not None:
+        arguments["codec"] = _codec(reuse, arguments.get("codec"))
+    if reuse and tiers:
+        raise UsageError("reuse= does not work with a local tier", where=root, hint="leave one of reuse= and local= or memory= out")
+    options = SaveOptions.of(arguments, reusable=bool(reuse), staging=staging)
+    return replace(options, trust=reuse if isinstance(reuse, TrustFrozen) else reuse.trust if isinstance(reuse, Anchor) else None)
 
 
-def _codec(reuse: object, anchor: object, codec: str | None) -> str | None:
+def _codec(reuse: object, codec: str | None) -> str | None:
     """The codec of a run's saves."""
-    if not isinstance(reuse, bool | TrustFrozen):
-        raise UsageError(f"reuse= is True, False or a TrustFrozen, not {reuse!r}", hint="reuse=ckpt.policies.TrustFrozen(hash_every=10)")
-    if anchor is None:
+    if not isinstance(reuse, bool | TrustFrozen | Anchor):
+        hint = "reuse=ckpt.policies.TrustFrozen(hash_every=10)"
+        raise UsageError(f"reuse= is True, False, a TrustFrozen or an Anchor, not {reuse!r}", hint=hint)
+    if not isinstance(reuse, Anchor):
         if codec in WITHOUT_ANCHOR:
-            raise UsageError(f"codec={codec!r} needs anchors to store differences from", hint="anchor=ckpt.policies.Anchor(every=10)")
+            raise UsageError(f"codec={codec!r} needs anchors to store differences from", hint="reuse=ckpt.policies.Anchor(every=10)")
         return codec
-    if not isinstance(anchor, Anchor):
-        raise UsageError(f"anchor= says which saves are anchors, not {anchor!r}", hint="anchor=ckpt.policies.Anchor(every=10)")
     if codec not in (None, XOR_PLANES.name, WITHOUT_ANCHOR[XOR_PLANES.name]):
-        message = f"anchor= has a codec of its own, {XOR_PLANES.name!r}, so codec={codec!r} does not go with it"
+        message = f"an Anchor has a codec of its own, {XOR_PLANES.name!r}, so codec={codec!r} does not go with it"
         raise UsageError(message, hint="leave codec= out")
     return XOR_PLANES.name

@@ -131,14 +131,30 @@ class Mark(NamedTuple):
         return cls(member, id, int(ranks), int(nbytes))
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One of several jobs that make up a run, for ``Checkpointer(member=...)``: ``ckpt.Member("trainer", of=("trainer", "buffer"))``.
+
+    Args:
+        name: of this job.
+        of: the names of all members, the same everywhere. The first of them leads.
+
+    Raises:
+        UsageError: a name cannot be one, ``of`` names one twice, or lacks this one.
+    """
+
+    name: str
+    of: Sequence[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of", check_members(self.name, self.of))
+
+
 def check_members(member: object, members: object) -> tuple[str, ...]:
     """The names of all members, if they can be names."""
     if isinstance(members, str) or not isinstance(members, Iterable):
-        raise UsageError(f"members= is a list of names, not {members!r}")
+        raise UsageError(f"Member(of=) is a list of names, not {members!r}", hint='ckpt.Member("trainer", of=("trainer", "buffer"))')
     names = tuple(members)
-    if member is None or not names:
-        hint = 'member="trainer", members=("trainer", "buffer")'
-        raise UsageError("member= and members= belong together: the name of this job, and those of all", hint=hint)
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == MARKS:
             raise UsageError(f"{name!r} cannot be the name of a member", hint="take letters, digits, dots and underscores")
@@ -146,7 +162,7 @@ def check_members(member: object, members: object) -> tuple[str, ...]:
     if len(set(texts)) < len(texts):
         raise UsageError(f"a member is there twice in {', '.join(texts)}")
     if member not in texts:
-        raise UsageError(f"{member!r} is not among the members {', '.join(texts)}", hint="members= names all of them, also this one")
+        raise UsageError(f"{member!r} is not among the members {', '.join(texts) or 'none'}", hint="of= names all of them, also this one")
     return texts
 
 

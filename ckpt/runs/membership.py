@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
-from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, raised
+from ckpt.errors import AccessError, CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, UsageError, raised
 from ckpt.io_backends.registry import join_url
 from ckpt.net.group import Group
 from ckpt.policies import KeepPolicy
 
 from .joint import JointRun
-from .members import JointOutcome, MemberChanges, check_members
+from .members import JointOutcome, Member, MemberChanges
 from .reporter import Reporter
 from .step_listing import Step
 
@@ -30,9 +30,11 @@ _POLL = 1.0
 class Membership:
     """One rank's end. ``root``: of the whole run; the member's own is ``own_root``."""
 
-    def __init__(self, root: str, member: object, members: Sequence[str], group: Group, timeout: float, keep: KeepPolicy) -> None:
-        self.members = check_members(member, members)
-        self.member = str(member)
+    def __init__(self, root: str, member: object, group: Group, timeout: float, keep: KeepPolicy) -> None:
+        if not isinstance(member, Member):
+            hint = 'member=ckpt.Member("trainer", of=("trainer", "buffer"))'
+            raise UsageError(f"member= is a ckpt.Member, not {member!r}", hint=hint)
+        self.member, self.members = member.name, tuple(member.of)
         self.root, self.own_root = root, join_url(root, self.member)
         self.reporter: Reporter | None = None
         self._group, self._timeout, self._keep = group, timeout, keep

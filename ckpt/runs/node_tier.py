@@ -22,7 +22,7 @@ from ckpt.nodes.copies import Completed, NodeCopier, missing_data, note_copies
 from ckpt.nodes.nodes import PARITY, ROOT, NodeSet, StorageNode
 from ckpt.nodes.rendezvous import JobNodes, is_memory, meet, own_node
 from ckpt.plan.copies import MirrorPlacement
-from ckpt.policies import EverySteps, SavePolicy
+from ckpt.policies import EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.both import check_arguments
 from ckpt.policies.save import check_whole
 from ckpt.text import show_as, url_text
@@ -30,6 +30,22 @@ from ckpt.text import show_as, url_text
 from .step_listing import Step
 
 log = logging.getLogger("ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLocal:
+    """A directory on a fast disk that all ranks see, for ``Checkpointer(local=...)``. A path alone means the same.
+
+    Args:
+        directory: its path.
+        keep: what stays there. The newest checkpoint, and the one that is being published, always do.
+    """
+
+    directory: str | os.PathLike[str]
+    keep: KeepPolicy = Latest(1)  # noqa: RUF009  a value
+
+    def __post_init__(self) -> None:
+        check_arguments(keep=self.keep)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +61,7 @@ class NodeLocal:
         parity: in place of copies, groups of so many failure domains keep the XOR of each other's files, which takes 1 / (``parity`` - 1)
             of their space. Of each group one domain may be lost. At least 3.
         max_bandwidth: bytes a second at which a node gives copies away, or reads for parity, at most.
+        keep: what stays there, as for :class:`SharedLocal`.
 
     Raises:
         UsageError: ``directory`` is a URL of something else, ``copies`` no number of nodes, ``parity`` below 3 or given with copies, or
@@ -55,8 +72,10 @@ class NodeLocal:
     copies: int | None = None
     parity: int | None = None
     max_bandwidth: float | None = None
+    keep: KeepPolicy = Latest(1)  # noqa: RUF009  a value
 
     def __post_init__(self) -> None:
+        check_arguments(keep=self.keep)
         if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
             hint = 'give a path or "memory://name"; root= takes the URL of an object store'
             raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
@@ -93,7 +112,7 @@ class Memory:
 
     def __post_init__(self) -> None:
         check_arguments(every=self.every)
-        if self.every.leader_part is not None or self.every.watches_preemption:
+        if self.every.leader_part is not None or self.every.watched_signals:
             hint = "every=EverySteps(1); save= takes all policies"
             raise UsageError(f"saves into memory follow from step numbers alone, and not from {self.every}", hint=hint)
         check_whole(self.keep, "keep, how many steps stay in memory,", 2, "while one is saved, the one before must be whole")
@@ -101,7 +120,7 @@ class Memory:
 
     def on_nodes(self, root: str) -> NodeLocal:
         """Where the checkpoints of the run at ``root`` lie in each machine's memory."""
-        return NodeLocal(f"memory://{_name(root)}", self.copies, self.parity, self.max_bandwidth)
+        return NodeLocal(f"memory://{_name(root)}", self.copies, self.parity, self.max_bandwidth, Latest(self.keep))
 
 
 def _name(root: str) -> str:

@@ -22,7 +22,6 @@ from ckpt.formats.native.runlog import PATH, LogEntry, add_entry
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
-from ckpt.settings import check_flags
 from ckpt.telemetry.spans import Row, SpanTable, stragglers
 
 from .events import FLUSH, AlertRules, Alerts, Event, Kind, Listener, ListenerThread, Topic
@@ -44,14 +43,13 @@ class Reporter:
         *,
         alerts: bool | Alerts,
         tiers: bool,
-        run_log: bool = False,
+        keeps_log: bool = False,
     ) -> None:
         listeners = () if on_event is None else tuple(on_event) if isinstance(on_event, Sequence) else (on_event,)
         wrong: list[object] = [one for one in listeners if not callable(one)]
         if wrong:
             hint = "on_event= takes a function of one ckpt.monitors.Event, one of ckpt.monitors, or a list of these"
             raise UsageError(f"{wrong[0]!r} cannot be called with an event", hint=hint)
-        check_flags(run_log=run_log)
         if not isinstance(alerts, bool | Alerts):
             raise UsageError(f"alerts= is True, False or ckpt.monitors.Alerts(…), not {alerts!r}")
         self._root = root
@@ -62,7 +60,7 @@ class Reporter:
         self._rules = AlertRules(alerts if isinstance(alerts, Alerts) else Alerts()) if alerts and leads else None
         self._log: ListenerThread[Noted] | None = None
         """Made when there is something to keep."""
-        self._keeps_log = run_log and leads
+        self._keeps_log = keeps_log and leads
         self._going = threading.Condition()
         """Of the events, that none overtakes another; and of ``_saves``."""
         self._saves = 0

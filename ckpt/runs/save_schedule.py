@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import median
 from types import FrameType
@@ -132,14 +132,11 @@ log = logging.getLogger("ckpt")
 
 State = Mapping[str, Any]
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What Slurm (``--signal``), Kubernetes and torchrun send before they stop a job."""
-
 
 class Preemption:
     """``noticed`` is set once one of the signals has come."""
 
-    def __init__(self, signals: Sequence[int] = SIGNALS) -> None:
+    def __init__(self, signals: Sequence[int]) -> None:
         self.signals = tuple(signals)
         self.noticed = threading.Event()
         self._before: dict[int, Any] = {}
@@ -171,7 +168,7 @@ class Preemption:
 class SaveSchedule:
     """One rank's end. ``answered``: the job's last save is durable, which a notice of preemption or a deadline asked for."""
 
-    def __init__(self, policy: SavePolicy, group: Group, timeout: float, signals: Sequence[int]) -> None:
+    def __init__(self, policy: SavePolicy, group: Group, timeout: float) -> None:
         self.costs = CostMeter()
         self.answered = False
         self._group = group
@@ -181,9 +178,9 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._last_at: float | None = None
         self._before: tuple[int | None, float | None] = None, None
-        self._preemption = Preemption(signals)
+        self._preemption = Preemption(policy.watched_signals)
         self._agreement: StepAgreement | None = None
-        if policy.watches_preemption:
+        if policy.watched_signals:
             self._preemption.watch()
         if self._leader_part is not None and group.size > 1:
             self._agreement = StepAgreement(group, group.own_store(), timeout)
@@ -285,14 +282,6 @@ class FailedSaves:
             message = "%s, and training goes on (failure %d in a row; %d end it): %s"
             log.warning(message, what, self._count, self._limit, error)
         return None if goes_on else error
-
-
-def check_signals(signals: Iterable[object]) -> tuple[int, ...]:
-    """The same; UsageError unless they are numbers of signals."""
-    try:
-        return tuple(signal.Signals(number) for number in signals)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        raise UsageError(f"signals= takes numbers of signals, not {signals!r}", hint="signals=[signal.SIGTERM, signal.SIGUSR1]") from None
 
 
 def check_step(n: object) -> None:

@@ -3,7 +3,7 @@
     save ──► root                                                       neither ``local`` nor ``memory``
     save ──► local tier ──► root                                        ``local``, or ``memory`` in its place
     every step ──► memory ── what ``save`` asks for ──► local tier ──► root
-                    keep=2                               local_keep      keep
+                    keep=2                               its keep        keep
 
 Each arrow between tiers is an :class:`Uploader` of its own, and the second begins a round when the first has ended one. A checkpoint has
 the same id, and so the same names of files, in all tiers: what a machine has lost from its memory is read from disks, range by range.
@@ -32,7 +32,7 @@ from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.text import url_text
 
-from .node_tier import Memory, NodeLocal, SpreadTier, merged_sources
+from .node_tier import Memory, NodeLocal, SharedLocal, SpreadTier, merged_sources
 from .reporter import Reporter
 from .tiers import LOOK, Tiers
 from .uploader import Uploader
@@ -41,21 +41,17 @@ log = logging.getLogger("ckpt")
 
 
 class TierChain:
-    """One rank's end. ``root``, ``keep``, ``local``, ``local_keep`` and ``memory`` are those of the ``Checkpointer``."""
+    """One rank's end. ``root``, ``keep``, ``local`` and ``memory`` are those of the ``Checkpointer``."""
 
     def __init__(
         self,
         root: str,
         keep: KeepPolicy,
-        local: str | os.PathLike[str] | NodeLocal | None,
-        local_keep: KeepPolicy | None,
+        local: str | os.PathLike[str] | SharedLocal | NodeLocal | None,
         memory: Memory | None,
         group: Group,
         options: SaveOptions,
     ) -> None:
-        if local_keep is not None and local is None:
-            hint = "ckpt.Memory(keep=2) says how many steps stay in memory" if memory is not None else "keep= says what stays at the root"
-            raise UsageError("local_keep= is for a local tier, and there is none", hint=hint)
         self.root = root
         self._group = group
         timeout, threads = options.timeout, options.threads
@@ -73,13 +69,15 @@ class TierChain:
         _check_memory(memory, local)
         in_front = memory if local is not None else None
         if memory is not None and local is None:
-            local, local_keep = memory.on_nodes(root), Latest(memory.keep)
+            local = memory.on_nodes(root)
+        elif not isinstance(local, SharedLocal | NodeLocal):
+            local = SharedLocal(local)  # type: ignore[arg-type]  # not None
         newest_only = memory is not None and in_front is None
         spread = SpreadTier(local, root, group, timeout) if isinstance(local, NodeLocal) else None
         if spread is not None:
             self.spreads.append(spread)
-        where = spread.url if spread is not None else url_text(local)  # type: ignore[arg-type]  # a path
-        self.later = Tiers(root, keep, where, local_keep or Latest(1), spread, newest_only=newest_only)
+        where = spread.url if spread is not None else url_text(local.directory)
+        self.later = Tiers(root, keep, where, local.keep, spread, newest_only=newest_only)
         """The local tier and the root."""
         self.uploader = Uploader(self.later, group, timeout=timeout, threads=threads)
         self.nearest = self.later

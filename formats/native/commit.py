@@ -293,7 +293,7 @@ def id_replaced(data: bytes | None, url: str) -> str | None:
     except (CorruptError, FormatError):
         return None
     if record is not None and record.generation is not None:
-        hint = "give member= and members= (a run of several jobs), or save to another directory"
+        hint = "give member= (a run of several jobs), or save to another directory"
         raise UsageError("a step of several jobs is here, which no checkpoint of one job replaces", where=url, hint=hint)
     return None if record is None else record.id
 

@@ -83,7 +83,7 @@ def two(run: Path) -> tuple[Path, State, State]:
     first = state_of()
     second = moved(first)
     ckpt.save(run / "step-1", first, codec=XOR)
-    ckpt.save(run / "step-2", second, codec=XOR, base=run / "step-1")
+    ckpt.save(run / "step-2", second, codec=XOR, reuse=run / "step-1")
     return run, first, second
 
 
@@ -104,7 +104,7 @@ def test_what_did_not_change_is_referred_to_and_what_did_is_a_difference(run: Pa
     first = state_of()
     second = moved(first) | {"half": first["half"]}
     ckpt.save(run / "step-1", first, codec=XOR)
-    assert ckpt.save(run / "step-2", second, codec=XOR, base=run / "step-1").reused_bytes == first["half"].nbytes
+    assert ckpt.save(run / "step-2", second, codec=XOR, reuse=run / "step-1").reused_bytes == first["half"].nbytes
     assert codecs(run / "step-2")["w"] == XOR
     holds(run / "step-2", second)
 
@@ -112,8 +112,8 @@ def test_what_did_not_change_is_referred_to_and_what_did_is_a_difference(run: Pa
 def test_the_codec_of_the_anchor_does_not_matter(run: Path) -> None:
     first = state_of()
     for number, codec in enumerate((None, "zstd")):
-        ckpt.save(run / f"step-{number}", first, codec=codec, reusable=True)
-        ckpt.save(run / f"step-{number + 5}", moved(first), codec=XOR, base=run / f"step-{number}")
+        ckpt.save(run / f"step-{number}", first, codec=codec, reuse=True)
+        ckpt.save(run / f"step-{number + 5}", moved(first), codec=XOR, reuse=run / f"step-{number}")
         assert codecs(run / f"step-{number + 5}")["w"] == XOR
         holds(run / f"step-{number + 5}", moved(first))
 
@@ -123,7 +123,7 @@ def test_a_background_save_stores_what_the_state_was(run: Path) -> None:
     ckpt.save(run / "step-1", first, codec=XOR)
     second = moved(first)
     wanted = {name: t.clone() for name, t in second.items()}
-    handle = ckpt.save_async(run / "step-2", second, codec=XOR, base=run / "step-1")
+    handle = ckpt.save_async(run / "step-2", second, codec=XOR, reuse=run / "step-1")
     ckpt.fence()
     for tensor in second.values():
         tensor.zero_()
@@ -135,7 +135,7 @@ def test_a_background_save_stores_what_the_state_was(run: Path) -> None:
 def test_no_difference_is_taken_from_a_difference(two: tuple[Path, State, State]) -> None:
     run, _, second = two
     third = moved(second, 1e-6)
-    ckpt.save(run / "step-3", third, codec=XOR, base=run / "step-2")
+    ckpt.save(run / "step-3", third, codec=XOR, reuse=run / "step-2")
     assert codecs(run / "step-3")["w"] == "planes-zstd"
     holds(run / "step-3", third)
     shutil.rmtree(run / "step-2")
@@ -145,8 +145,8 @@ def test_no_difference_is_taken_from_a_difference(two: tuple[Path, State, State]
 def test_an_anchor_that_nothing_may_refer_to_is_not_taken(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = state_of()
     ckpt.save(run / "step-1", first)
-    ckpt.save(run / "step-2", moved(first), codec=XOR, base=run / "step-1")
-    assert "saved without reusable=True" in caplog.text
+    ckpt.save(run / "step-2", moved(first), codec=XOR, reuse=run / "step-1")
+    assert "saved without reuse=True" in caplog.text
     assert features(run / "step-2") == ("codecs",)
     holds(run / "step-2", moved(first))
 
@@ -208,7 +208,7 @@ def test_a_damaged_anchor_fails_a_save_that_names_it(run: Path) -> None:
     ckpt.save(run / "step-1", first, codec=XOR)
     damage(run / "step-1", "w")
     with pytest.raises(CorruptError, match="tensor w is damaged"):
-        ckpt.save(run / "step-2", moved(first), codec=XOR, base=run / "step-1")
+        ckpt.save(run / "step-2", moved(first), codec=XOR, reuse=run / "step-1")
     assert not (run / "step-2" / "checkpoint.json").exists()
     assert not list((run / "step-2").rglob("*.safetensors"))
 
@@ -247,9 +247,9 @@ def test_an_anchor_of_other_bytes_is_noticed(two: tuple[Path, State, State], mon
             else stored(self, entry, box, file)
         )
 
-    ckpt.save(run / "step-1", state_of(), reusable=True)  # replaces the index; the files that step-2 needs stay
-    ckpt.save(run / "plain", state_of(), reusable=True)
-    ckpt.save(run / "step-5", second, codec=XOR, base=run / "plain")
+    ckpt.save(run / "step-1", state_of(), reuse=True)  # replaces the index; the files that step-2 needs stay
+    ckpt.save(run / "plain", state_of(), reuse=True)
+    ckpt.save(run / "step-5", second, codec=XOR, reuse=run / "plain")
     monkeypatch.setattr(NativeCatalog, "_stored", swapped)
     with pytest.raises(CorruptError, match="with its anchor in .* it has the XXH3-128 digest"):
         ckpt.load(run / "step-5", {name: torch.zeros_like(t) for name, t in second.items()})
@@ -262,7 +262,7 @@ def test_an_anchor_stays_until_no_difference_needs_it(two: tuple[Path, State, St
     run, _, second = two
     with pytest.raises(ConflictError, match="step-2"):
         remove_at(str(run / "step-1"))
-    ckpt.save(run / "step-1", state_of(3), reusable=True)  # what replaces it leaves the file that is needed
+    ckpt.save(run / "step-1", state_of(3), reuse=True)  # what replaces it leaves the file that is needed
     holds(run / "step-2", second)
     remove_at(str(run / "step-2"))
     remove_at(str(run / "step-1"))
@@ -299,7 +299,7 @@ def test_rebuild_refuses_what_no_file_says(two: tuple[Path, State, State], tmp_p
 
 def test_a_training_loop_makes_every_third_save_an_anchor(run: Path) -> None:
     state, kept = state_of(), {}
-    with ckpt.Checkpointer(run, save=EverySteps(1), keep=Latest(2), anchor=Anchor(every=3)) as checkpointer:
+    with ckpt.Checkpointer(run, save=EverySteps(1), keep=Latest(2), reuse=Anchor(every=3)) as checkpointer:
         for step in range(1, 6):
             for name, tensor in moved(state).items():
                 state[name].copy_(tensor)
@@ -309,7 +309,7 @@ def test_a_training_loop_makes_every_third_save_an_anchor(run: Path) -> None:
             assert (codecs(run / f"step-{step:08d}")["w"] == XOR) == (step not in (1, 4)), step
         assert [s.number for s in checkpointer.steps()] == [4, 5]
     again = {name: torch.zeros_like(t) for name, t in state.items()}
-    with ckpt.Checkpointer(run, save=EverySteps(1), keep=Latest(2), anchor=Anchor(every=3)) as checkpointer:
+    with ckpt.Checkpointer(run, save=EverySteps(1), keep=Latest(2), reuse=Anchor(every=3)) as checkpointer:
         assert checkpointer.restore(again) == 5
         checkpointer.save(6, again)
         checkpointer.wait()
@@ -322,7 +322,7 @@ def test_a_training_loop_makes_every_third_save_an_anchor(run: Path) -> None:
 
 def test_a_training_loop_goes_on_without_an_anchor_that_is_damaged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = state_of()
-    with ckpt.Checkpointer(run, save=EverySteps(1), anchor=Anchor(every=9)) as checkpointer:
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=Anchor(every=9)) as checkpointer:
         checkpointer.save(1, state)
         checkpointer.wait()
         damage(run / "step-00000001", "w")
@@ -335,10 +335,10 @@ def test_a_training_loop_goes_on_without_an_anchor_that_is_damaged(run: Path, ca
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"anchor": 10}, "anchor= says which saves are anchors"),
-        ({"anchor": Anchor(), "codec": "zstd"}, "has a codec of its own"),
+        ({"reuse": 10}, "reuse= is True, False, a TrustFrozen or an Anchor, not 10"),
+        ({"reuse": Anchor(), "codec": "zstd"}, "has a codec of its own"),
         ({"codec": XOR}, "needs anchors"),
-        ({"anchor": Anchor(), "local": "fast"}, "anchor= does not work with a local tier"),
+        ({"reuse": Anchor(), "local": "fast"}, "reuse= does not work with a local tier"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(run: Path, arguments: dict[str, Any], message: str) -> None:
@@ -360,7 +360,7 @@ def test_the_anchor_that_the_next_save_may_refer_to_stays(tmp_path: Path) -> Non
     def there(n: int) -> bool:
         return (tmp_path / f"step-{n:08d}/checkpoint.json").exists()
 
-    with ckpt.Checkpointer(tmp_path, save=EverySteps(1), keep=Latest(1), anchor=Anchor(4)) as c:
+    with ckpt.Checkpointer(tmp_path, save=EverySteps(1), keep=Latest(1), reuse=Anchor(4)) as c:
         for n in range(1, 10):
             c.step(n, {"w": torch.randint(256, (9000,), dtype=torch.uint8), "frozen": frozen})  # no difference of this is smaller
             c.wait()

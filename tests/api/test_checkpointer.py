@@ -228,7 +228,7 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
         with ckpt.Checkpointer(str(tmp_path), save=save):
             assert signal.getsignal(signal.SIGTERM) != before
         assert signal.getsignal(signal.SIGTERM) == before
-    wrong: list[dict[str, Any]] = [{"give_up_after": 0}, {"on_event": 3}, {"alerts": "x"}, {"run_log": 3}, {"signals": ["SIGTERM"]}]
+    wrong: list[dict[str, Any]] = [{"give_up_after": 0}, {"on_event": 3}, {"alerts": "x"}, {"job": 3}, {"member": "a"}]
     for arguments in wrong:  # nobody would heed the notice
         with pytest.raises(UsageError):
             ckpt.Checkpointer(str(tmp_path), save=OnPreemption(), **arguments)
@@ -287,11 +287,8 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
         ({"save": "200"}, "save= is a policy of when to save, not '200'", "save=EverySteps(500)"),
         ({"keep": 3}, "keep= is a policy of what to keep, not 3", "keep=Latest(3)"),
         ({"keep": EveryMinutes(5)}, "keep= says what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
-        ({"local_keep": 2}, "local_keep= is a policy of what to keep, not 2", "local_keep=Latest(2)"),
         ({"memory": True}, "memory= takes a ckpt.Memory, not True", "memory=ckpt.Memory(keep=2)"),
         ({"local": ckpt.Memory()}, "local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
-        ({"memory": ckpt.Memory(), "local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "ckpt.Memory(keep=2)"),
-        ({"local_keep": Latest(2)}, "local_keep= is for a local tier, and there is none", "keep= says what stays at the root"),
         (
             {"memory": ckpt.Memory(), "local": ckpt.NodeLocal("memory://fast")},
             "local= is in the memory of the machines, and so is memory=",
@@ -355,11 +352,11 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
         ({"layout": "tp"}, "layout must be a ckpt.Layout, not str"),
         ({"layout": ckpt.Layout({"tp": 2}, rules=[("*", ckpt.Replicate())])}, "is for 2 ranks"),
         ({"codec": "gzip"}, "gzip"),
-        ({"reuse": "no"}, "reuse= is True, False or a TrustFrozen, not 'no'"),
+        ({"reuse": "no"}, "reuse= is True, False, a TrustFrozen or an Anchor, not 'no'"),
         ({"check_replicas": 1}, "check_replicas= is True or False, not 1"),
-        ({"timeout": "3"}, "timeout must be a positive number, not '3'"),
-        ({"signals": "SIGTERM"}, "signals= takes numbers of signals, not 'SIGTERM'"),
-        ({"signals": [70]}, r"signals= takes numbers of signals, not \[70\]"),
+        ({"job": ckpt.Job(timeout="3")}, "timeout must be a positive number, not '3'"),
+        ({"job": 60}, "job= is a ckpt.Job, not 60"),
+        ({"member": "trainer"}, "member= is a ckpt.Member, not 'trainer'"),
     ],
 )
 def test_a_mistake_in_the_arguments_is_found_before_the_first_save(tmp_path: Path, options: dict[str, Any], text: str) -> None:

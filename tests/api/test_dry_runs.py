@@ -77,7 +77,7 @@ def test_a_load_does_what_its_dry_run_said(url: str, chunks_of: Callable[[int], 
     ckpt.save(url, job(), codec=codec)
     for verify in ("full", "partial", "off"):
         for net in (model(), model(meta=True), model().double()):
-            check(*forecast_and_load(url, {"model": net}, only="model.*", cast=True, verify=verify))
+            check(*forecast_and_load(url, {"model": net}, only="model.*", cast=True, read=ckpt.ReadOptions(verify=verify)))
     net = model()
     state = {"model": net, "optimizer": torch.optim.AdamW(net.parameters()), "step": 0}
     check(*forecast_and_load(url, state))

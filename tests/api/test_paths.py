@@ -81,7 +81,7 @@ def step(tmp_path: Path) -> Path:
 
 USES: dict[str, Callable[[Path, Path], object]] = {
     "save_async": lambda step, new: ckpt.save_async(new, {"w": torch.ones(2)}).result(),
-    "load": lambda step, new: ckpt.load(step, {"model": {"w": torch.zeros(6)}, "n": 0}, sources=[step.parent]),
+    "load": lambda step, new: ckpt.load(step, {"model": {"w": torch.zeros(6)}, "n": 0}, read=ckpt.ReadOptions(sources=[step.parent])),
     "open": lambda step, new: ckpt.open(step, sources=step.parent)["model.w"].read(),
     "list_steps": lambda step, new: ckpt.list_steps(step.parent)[0].number,
     "verify": lambda step, new: ckpt.verify(step).ok,

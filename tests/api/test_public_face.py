@@ -33,7 +33,7 @@ ERRORS = {name: c for name, c in vars(errors).items() if isinstance(c, type) and
 
 
 def test_there_are_few_names_and_all_exist() -> None:
-    assert len(ckpt.__all__) == len(set(ckpt.__all__)) <= 57
+    assert len(ckpt.__all__) == len(set(ckpt.__all__)) <= 61
     assert all(getattr(ckpt, name) is not None for name in ckpt.__all__)
     assert dir(ckpt) == sorted(ckpt.__all__)
 
@@ -111,10 +111,10 @@ def test_options_are_by_name_only() -> None:
 
 
 WRONG = {
-    "save": {"process_group": "dp", "codec": ["zstd"], "base": 3, "threads": 2.5, "timeout": "60"},
-    "load": {"process_group": 3, "sources": 3, "threads": 2.5},
-    "save_async": {"staging_bytes": "1 GiB", "process_group": "dp"},
-    "Checkpointer": {"publish_timeout": "60", "members": 3, "staging_bytes": 2.5},
+    "save": {"codec": ["zstd"], "reuse": 3, "job": "dp"},
+    "load": {"job": 60, "read": "partial"},
+    "save_async": {"staging_bytes": "1 GiB", "job": "dp"},
+    "Checkpointer": {"publish_timeout": "60", "member": 3, "staging_bytes": 2.5, "job": 60},
     "verify": {"threads": -1},
     "copy": {"threads": -1, "dry_run": 1, "compare": "yes"},
     "convert": {"part": 3, "optimizer": "no", "overwrite": 1, "dry_run": 1, "shard_size": "5GB"},

@@ -97,12 +97,12 @@ def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.usefixtures("known")
 def test_frozen_tensors_are_written_once(run: Path) -> None:
     tuned, wanted = Tuned(), {}
-    first = ckpt.save(run / "step-1", tuned.state, reusable=True)
+    first = ckpt.save(run / "step-1", tuned.state, reuse=True)
     wanted[1] = tuned.tensors()
     assert (first.reused_bytes, first.rank_bytes > FROZEN) == (0, True)
     for step in (2, 3):
         tuned.train()
-        report = ckpt.save(run / f"step-{step}", tuned.state, base=run / f"step-{step - 1}")
+        report = ckpt.save(run / f"step-{step}", tuned.state, reuse=run / f"step-{step - 1}")
         wanted[step] = tuned.tensors()
         assert report.reused_bytes == FROZEN
         assert own_bytes(run / f"step-{step}") < 30_000
@@ -118,16 +118,16 @@ def test_frozen_tensors_are_written_once(run: Path) -> None:
 @pytest.mark.usefixtures("known")
 def test_a_file_that_is_referred_to_may_have_a_tensor_of_the_same_name_in_another_dtype(run: Path) -> None:
     state = {"same": torch.arange(9000.0), "w": torch.arange(9000.0)}
-    ckpt.save(run / "step-1", state, codec="zstd", reusable=True)
+    ckpt.save(run / "step-1", state, codec="zstd", reuse=True)
     state["w"] = state["w"].double()
-    assert ckpt.save(run / "step-2", state, codec="zstd", base=run / "step-1").reused_bytes == 36_000
+    assert ckpt.save(run / "step-2", state, codec="zstd", reuse=run / "step-1").reused_bytes == 36_000
     holds(run / "step-2", state)
 
 
 def test_a_run_that_is_moved_stays_readable(run: Path, tmp_path: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     run.rename(tmp_path / "elsewhere")
     holds(tmp_path / "elsewhere" / "step-2", tuned.tensors())
 
@@ -137,10 +137,10 @@ def test_a_run_that_is_moved_stays_readable(run: Path, tmp_path: Path) -> None:
 def test_the_codec_of_the_base_does_not_matter(run: Path, codec: str) -> None:
     tuned = Tuned()
     tuned.model[0].weight.data.zero_()
-    ckpt.save(run / "step-1", tuned.state, reusable=True, codec=codec)
-    plain = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True, codec=codec)
+    plain = ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     tuned.train()
-    coded = ckpt.save(run / "step-3", tuned.state, base=run / "step-2", codec=codec)
+    coded = ckpt.save(run / "step-3", tuned.state, reuse=run / "step-2", codec=codec)
     assert plain.reused_bytes == coded.reused_bytes == FROZEN
     assert "codecs" in json.loads((run / "step-2" / "checkpoint.json").read_text())["features"]
     holds(run / "step-3", tuned.tensors())
@@ -148,19 +148,19 @@ def test_the_codec_of_the_base_does_not_matter(run: Path, codec: str) -> None:
 
 def test_a_change_that_torch_does_not_count_is_seen(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     before = tuned.model[1].weight._version
     tuned.model[1].weight.data.numpy()[7, 7] += 1
     assert tuned.model[1].weight._version == before
-    report = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    report = ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert report.reused_bytes == FROZEN - 256 * 256 * 4
     holds(run / "step-2", tuned.tensors())
 
 
 def test_a_background_save_captures_only_what_it_writes(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    handle = ckpt.save_async(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    handle = ckpt.save_async(run / "step-2", tuned.state, reuse=run / "step-1")
     saved = tuned.tensors()
     tuned.train()
     assert handle.progress().total < 30_000
@@ -170,9 +170,9 @@ def test_a_background_save_captures_only_what_it_writes(run: Path) -> None:
 
 def test_plain_tensors_that_do_not_change_are_reused(run: Path) -> None:
     state = {"fixed": torch.randn(64, 1024), "moving": torch.randn(1024)}
-    ckpt.save(run / "step-1", state, reusable=True)
+    ckpt.save(run / "step-1", state, reuse=True)
     state["moving"] += 1
-    report = ckpt.save(run / "step-2", state, base=run / "step-1")
+    report = ckpt.save(run / "step-2", state, reuse=run / "step-1")
     assert report.reused_bytes == 64 * 1024 * 4
     holds(run / "step-2", state)
 
@@ -180,17 +180,16 @@ def test_plain_tensors_that_do_not_change_are_reused(run: Path) -> None:
 def test_tensors_of_another_run_that_changed_count_for_that_run_alone(run: Path, tmp_path: Path) -> None:
     other, name = tmp_path / "other", "what another run has, too"
     for n in range(1, 6):  # until nobody asks any more whether it is as it was
-        base = {} if n == 1 else {"base": other / f"step-{n - 1}"}
-        ckpt.save(other / f"step-{n}", {name: torch.full((64, 1024), float(n))}, reusable=True, **base)  # type: ignore[arg-type]
+        ckpt.save(other / f"step-{n}", {name: torch.full((64, 1024), float(n))}, reuse=n == 1 or other / f"step-{n - 1}")
     state = {name: torch.ones(64, 1024)}
-    ckpt.save(run / "step-1", state, reusable=True)
-    assert ckpt.save(run / "step-2", state, base=run / "step-1").reused_bytes == 64 * 1024 * 4
+    ckpt.save(run / "step-1", state, reuse=True)
+    assert ckpt.save(run / "step-2", state, reuse=run / "step-1").reused_bytes == 64 * 1024 * 4
 
 
 def test_the_same_state_refers_to_everything_and_empty_tensors_are_no_trouble(run: Path) -> None:
     state = {"fixed": torch.randn(64), "empty": torch.zeros(0, 3), "scalar": torch.tensor(1.5)}
-    ckpt.save(run / "step-1", state, reusable=True)
-    ckpt.save(run / "step-2", state, base=run / "step-1")
+    ckpt.save(run / "step-1", state, reuse=True)
+    ckpt.save(run / "step-2", state, reuse=run / "step-1")
     holds(run / "step-2", state)
 
 
@@ -199,9 +198,9 @@ def test_full_training_refers_to_nothing_and_hashes_nothing(run: Path) -> None:
     tuned.model.requires_grad_(True)
     tuned.optimizer = torch.optim.Adam(tuned.model.parameters())
     tuned.train()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     tuned.train()
-    report = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    report = ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert (report.reused_bytes, references(run / "step-2")) == (0, [])
     assert json.loads((run / "step-2" / "checkpoint.json").read_text())["features"] == []
     assert b"digests128" not in next((run / "step-2" / "data").iterdir()).read_bytes()[:65536]
@@ -210,14 +209,14 @@ def test_full_training_refers_to_nothing_and_hashes_nothing(run: Path) -> None:
 def test_a_base_without_128_bits_is_written_again_and_then_reused(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state)
-    assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes == 0
-    assert "step-1 are written again: it was saved without reusable=True" in caplog.text
-    assert ckpt.save(run / "step-3", tuned.state, base=run / "step-2").reused_bytes >= FROZEN
+    assert ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").reused_bytes == 0
+    assert "step-1 are written again: it was saved without reuse=True" in caplog.text
+    assert ckpt.save(run / "step-3", tuned.state, reuse=run / "step-2").reused_bytes >= FROZEN
 
 
 def test_bases_that_cannot_be_are_refused_and_nothing_is_written(run: Path, tmp_path: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     (run / "latest").symlink_to("step-1")
     (run / "unfinished" / "data").mkdir(parents=True)
     for base, target, error, message in [
@@ -227,32 +226,32 @@ def test_bases_that_cannot_be_are_refused_and_nothing_is_written(run: Path, tmp_
         ("step-1", "../other/step-1", UsageError, "does not lie in"),
     ]:
         with pytest.raises(error, match=message):
-            ckpt.save(run / target, tuned.state, base=run / base)
+            ckpt.save(run / target, tuned.state, reuse=run / base)
     with pytest.raises(MismatchError, match="none of this state's tensors"):
-        ckpt.save(run / "step-2", {"other": torch.zeros(3)}, base=run / "step-1")
+        ckpt.save(run / "step-2", {"other": torch.zeros(3)}, reuse=run / "step-1")
     with pytest.raises(MismatchError, match="none of this state's tensors"):
-        ckpt.save(run / "step-2", {"model": {"0.weight": torch.zeros(3)}}, base=run / "step-1")
+        ckpt.save(run / "step-2", {"model": {"0.weight": torch.zeros(3)}}, reuse=run / "step-1")
     assert not (run / "step-2").exists()
     assert not (tmp_path / "other").exists()
 
 
 def test_a_damaged_base_is_an_error(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     file = next((run / "step-1" / "data").iterdir())
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
     save_cache(current_group()).bases.clear()  # as another process, which has to read it
     with pytest.raises(CorruptError, match="header"):
-        ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+        ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert not (run / "step-2").exists()
 
 
 def test_a_base_that_vanished_is_named(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     shutil.rmtree(run / "step-1")
     with pytest.raises(CorruptError, match="which step-1 should have"):
         ckpt.load(run / "step-2", tuned.state)
@@ -264,7 +263,7 @@ def test_a_base_that_goes_in_the_middle_of_a_save_fails_it(run: Path, monkeypatc
     import ckpt.engine.save.leader as leader
 
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     write_index = leader.write_index
 
     def after(*args: Any, **kwargs: Any) -> Any:
@@ -274,7 +273,7 @@ def test_a_base_that_goes_in_the_middle_of_a_save_fails_it(run: Path, monkeypatc
 
     monkeypatch.setattr(leader, "write_index", after)
     with pytest.raises(ConflictError, match=what):
-        ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+        ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert not (run / "step-2" / "checkpoint.json").exists()
     assert ckpt.save(run / "step-2", tuned.state).reused_bytes == 0
 
@@ -283,11 +282,11 @@ def test_a_base_that_this_process_saved_is_not_read(run: Path) -> None:
     """Neither by the call, nor by the rest of the save but for the commit, which looks whether it is still there."""
     tuned, process = Tuned(), FaultyProcess()
     with wrap_backends(process.wrap):
-        ckpt.save(run / "step-1", tuned.state, reusable=True)
+        ckpt.save(run / "step-1", tuned.state, reuse=True)
         for step in (2, 3):
             tuned.train()
             before = len(process.log)
-            handle = ckpt.save_async(run / f"step-{step}", tuned.state, base=run / f"step-{step - 1}")
+            handle = ckpt.save_async(run / f"step-{step}", tuned.state, reuse=run / f"step-{step - 1}")
             assert handle.result().reused_bytes == FROZEN
             files = {operation.split()[1].rsplit("/", 1)[-1] for operation in process.log[before:] if operation.split()[0] in READS}
             assert files == {COMMIT_PATH}
@@ -296,36 +295,36 @@ def test_a_base_that_this_process_saved_is_not_read(run: Path) -> None:
 
 def test_a_base_whose_chunks_are_others_now_is_read(run: Path) -> None:
     state = {"same": torch.randn(64, 64), "other": torch.randn(64)}
-    ckpt.save(run / "step-1", state, reusable=True)
+    ckpt.save(run / "step-1", state, reuse=True)
     state["other"] = torch.randn(65)
-    assert ckpt.save(run / "step-2", state, base=run / "step-1").reused_bytes == 64 * 64 * 4
+    assert ckpt.save(run / "step-2", state, reuse=run / "step-1").reused_bytes == 64 * 64 * 4
     holds(run / "step-2", state)
 
 
 @pytest.mark.parametrize("what", ["removed", "replaced"])
 def test_a_base_that_is_another_one_by_now_is_never_referred_to(run: Path, what: str) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "elsewhere", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "elsewhere", tuned.state, reuse=True)
     shutil.rmtree(run / "step-1")
     if what == "replaced":
         (run / "elsewhere").rename(run / "step-1")
     with pytest.raises(ConflictError, match=what):
-        ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+        ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert not (run / "step-2" / "checkpoint.json").exists()
     if what == "replaced":  # the next one reads it
-        assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes >= FROZEN
+        assert ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").reused_bytes >= FROZEN
         holds(run / "step-2", tuned.tensors())
     else:
         with pytest.raises(NotFoundError):
-            ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+            ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
 
 
 def test_a_base_that_this_process_has_saved_again_is_the_new_one(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     ckpt.save(run / "step-1", tuned.state)  # nothing may refer to it
-    assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes == 0
+    assert ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").reused_bytes == 0
     holds(run / "step-2", tuned.tensors())
 
 
@@ -380,7 +379,7 @@ def test_a_base_that_becomes_a_copy_while_a_save_that_refers_to_it_is_published(
     """The base has its id again when the save looks after the commit; the files that it referred to, which were listed before, are gone."""
     tuned = Tuned()
     for step in (1, 2):
-        ckpt.save(run / f"step-{step}", tuned.state, reusable=True, **({"base": run / "step-1"} if step == 2 else {}))
+        ckpt.save(run / f"step-{step}", tuned.state, reuse=run / "step-1" if step == 2 else True)
     copy_checkpoint(run / "step-2", run.parent / "copy")
     publish = CheckpointJournal._publish
 
@@ -393,13 +392,13 @@ def test_a_base_that_becomes_a_copy_while_a_save_that_refers_to_it_is_published(
 
     monkeypatch.setattr(CheckpointJournal, "_publish", after)
     with pytest.raises(ConflictError, match="replaced by a copy of it, which has other files, meanwhile"):
-        ckpt.save(run / "step-3", tuned.state, base=run / "step-2")
+        ckpt.save(run / "step-3", tuned.state, reuse=run / "step-2")
     assert not (run / "step-3" / "checkpoint.json").exists()
 
 
 def test_a_base_that_is_tagged_while_a_save_that_refers_to_it_is_published(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     publish = CheckpointJournal._publish
 
     def after(journal: CheckpointJournal, record: bytes) -> None:
@@ -408,15 +407,15 @@ def test_a_base_that_is_tagged_while_a_save_that_refers_to_it_is_published(run: 
         publish(journal, record)
 
     monkeypatch.setattr(CheckpointJournal, "_publish", after)
-    assert ckpt.save(run / "step-2", tuned.state, base=run / "step-1").reused_bytes >= FROZEN
+    assert ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").reused_bytes >= FROZEN
     holds(run / "step-2", tuned.tensors())
 
 
 def test_a_restored_step_is_not_opened_again_to_refer_to_it(run: Path) -> None:
     tuned, again, process = Tuned(), Tuned(seed=1), FaultyProcess()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     save_cache(current_group()).bases.clear()  # as another process
-    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True, run_log=False) as checkpointer:
+    with ckpt.Checkpointer(run, save=EverySteps(1), reuse=True) as checkpointer:
         assert checkpointer.restore(again.state) == 1
         with wrap_backends(process.wrap):
             checkpointer.save(2, again.state)
@@ -429,10 +428,10 @@ def test_a_restored_step_is_not_opened_again_to_refer_to_it(run: Path) -> None:
 @pytest.mark.usefixtures("known")
 def test_a_chain_cannot_close_on_itself(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     with pytest.raises(ConflictError, match="step-2 refers to files of step-1"):
-        ckpt.save(run / "step-1", tuned.state, base=run / "step-2")
+        ckpt.save(run / "step-1", tuned.state, reuse=run / "step-2")
     holds(run / "step-2", tuned.tensors())
 
 
@@ -440,8 +439,8 @@ def test_readers_that_do_not_know_references_refuse_them_by_name(run: Path, monk
     import ckpt.formats.native.commit as commit
 
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     record = (run / "step-2" / "checkpoint.json").read_bytes()
     assert CommitRecord.from_bytes(record, "").features == ("references",)
     monkeypatch.setattr(commit, "FEATURES", commit.FEATURES - {commit.REFERENCED})
@@ -478,9 +477,9 @@ def test_reuse_does_not_go_with_a_local_tier(run: Path, tmp_path: Path) -> None:
 def test_a_copy_needs_no_other_checkpoint_and_keeps_metrics_tags_and_codec(run: Path, tmp_path: Path) -> None:
     tuned = Tuned()
     tuned.model[0].weight.data.zero_()
-    ckpt.save(run / "step-1", tuned.state, reusable=True, codec="zstd")
+    ckpt.save(run / "step-1", tuned.state, reuse=True, codec="zstd")
     tuned.train()
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     set_tags(open_backend(str(run / "step-2")), ["kept"])
     report = copy_checkpoint(run / "step-2", tmp_path / "copy")
     assert report.committed
@@ -491,7 +490,7 @@ def test_a_copy_needs_no_other_checkpoint_and_keeps_metrics_tags_and_codec(run: 
     assert (record.features, record.tags) == (("codecs",), ("kept",))
     # What was referred to can be referred to again.
     (tmp_path / "copy").rename(tmp_path / "step-2")
-    assert ckpt.save(tmp_path / "step-3", tuned.state, base=tmp_path / "step-2").reused_bytes >= FROZEN
+    assert ckpt.save(tmp_path / "step-3", tuned.state, reuse=tmp_path / "step-2").reused_bytes >= FROZEN
 
 
 def test_what_is_referred_to_stays_until_nobody_refers_to_it(run: Path) -> None:
@@ -517,10 +516,10 @@ def test_what_is_referred_to_stays_until_nobody_refers_to_it(run: Path) -> None:
 
 def test_a_step_that_is_replaced_leaves_the_files_that_others_refer_to(run: Path) -> None:
     tuned, other = Tuned(), Tuned(seed=5)
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     wanted = tuned.tensors()
-    ckpt.save(run / "step-1", other.state, reusable=True)
+    ckpt.save(run / "step-1", other.state, reuse=True)
     ckpt.save(run / "step-1", other.state)
     backend = open_backend(str(run))
     orphans = find_orphans(backend, older_than=0, now=backend.now() or 0.0)
@@ -535,10 +534,10 @@ def test_a_step_that_is_replaced_leaves_the_files_that_others_refer_to(run: Path
 
 def test_a_save_that_comes_in_the_middle_of_a_removal_keeps_its_base(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     ckpt.save(run / "step-3", {"other": torch.zeros(2)})
     step = list_steps(run)[0]
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")  # after the listing that decided
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")  # after the listing that decided
     assert remove_steps(str(run), [step], {}) == []
     holds(run / "step-2", tuned.tensors())
     assert list_steps(run)[0].committed
@@ -547,8 +546,8 @@ def test_a_save_that_comes_in_the_middle_of_a_removal_keeps_its_base(run: Path, 
 @pytest.mark.parametrize("what", ["damaged", "missing", "rebuilt", "replaced"])
 def test_what_is_referred_to_stays_whatever_became_of_its_record(run: Path, what: str) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     record = run / "step-1" / "checkpoint.json"
     match what:
         case "damaged":
@@ -573,8 +572,8 @@ def test_what_is_referred_to_stays_whatever_became_of_its_record(run: Path, what
 
 def test_a_removal_that_cannot_see_who_refers_to_it_changes_nothing(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     next((run / "step-2").glob("index-*/files.arrow")).write_bytes(b"")
     with pytest.raises(ConflictError, match="step-2 may refer to it"):
         remove_at(str(run / "step-1"))
@@ -586,8 +585,8 @@ def test_a_removal_that_cannot_see_who_refers_to_it_changes_nothing(run: Path) -
 
 def test_rebuild_refuses_what_its_own_files_do_not_say(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert not rebuild_checkpoint(str(run / "step-2")).rebuilt
     next((run / "step-2").glob("index-*/grids.arrow")).write_bytes(b"")
     with pytest.raises(FormatError, match="refers to data files of others"):
@@ -597,8 +596,8 @@ def test_rebuild_refuses_what_its_own_files_do_not_say(run: Path) -> None:
 def test_rebuild_without_the_record_refuses_too(run: Path) -> None:
     """What was referred to would be missing, and the index that says where it is overwritten."""
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    id = ckpt.save(run / "step-2", tuned.state, base=run / "step-1").id
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    id = ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").id
     before = tuned.tensors()
     record = run / "step-2" / "checkpoint.json"
     good = record.read_bytes()
@@ -614,9 +613,9 @@ def test_rebuild_without_the_record_refuses_too(run: Path) -> None:
 
 def test_rebuild_without_record_and_table_of_files_says_that_something_may_be_lacking(run: Path) -> None:
     state = {"a": torch.ones(5), "b": torch.arange(300.0)}
-    ckpt.save(run / "step-1", state, reusable=True)
+    ckpt.save(run / "step-1", state, reuse=True)
     state["a"].zero_()
-    saved = ckpt.save(run / "step-2", state, base=run / "step-1")
+    saved = ckpt.save(run / "step-2", state, reuse=run / "step-1")
     assert saved.reused_bytes == state["b"].nbytes
     id = saved.id
     (run / "step-2" / "checkpoint.json").unlink()
@@ -626,7 +625,7 @@ def test_rebuild_without_record_and_table_of_files_says_that_something_may_be_la
     with pytest.raises(CorruptError, match=r"missing(.|\n)*could not recover the checkpoint's values, .*what lies in other checkpoints"):
         ckpt.load(run / "step-2", state)
     alone = run / "other" / "step-3"
-    id = ckpt.save(alone, state, reusable=True).id
+    id = ckpt.save(alone, state, reuse=True).id
     (alone / "checkpoint.json").unlink()
     next(alone.glob("index-*/files.arrow")).unlink()
     assert rebuild_checkpoint(str(alone), id=id).lost == ("values", "aliases and padding", "metrics and tags")
@@ -652,9 +651,9 @@ def test_a_hostile_index_leads_nowhere(path: str) -> None:
 @pytest.mark.parametrize("digest", [False, True])
 def test_what_is_imported_points_at_the_files_that_have_the_bytes(run: Path, tmp_path: Path, digest: bool) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     tuned.train()
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     import_checkpoint(run / "step-2", tmp_path / "imported", digest=digest)
     view = ckpt.open(str(tmp_path / "imported"))
     for name, tensor in tuned.tensors().items():
@@ -666,19 +665,19 @@ def test_what_is_imported_points_at_the_files_that_have_the_bytes(run: Path, tmp
 
 def test_a_dry_run_writes_nothing_and_says_what_would_be_reused(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
     tuned.train()
-    dry = ckpt.save(run / "step-2", tuned.state, base=run / "step-1", dry_run=True)
+    dry = ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1", dry_run=True)
     assert not (run / "step-2").exists()
-    real = ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    real = ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     assert (dry.reused_bytes, dry.rank_bytes, dry.tensor_bytes) == (FROZEN, real.rank_bytes, real.tensor_bytes)
     holds(run / "step-2", tuned.tensors())
 
 
 def test_commands_name_a_base_that_vanished(run: Path) -> None:
     tuned = Tuned()
-    ckpt.save(run / "step-1", tuned.state, reusable=True)
-    ckpt.save(run / "step-2", tuned.state, base=run / "step-1")
+    ckpt.save(run / "step-1", tuned.state, reuse=True)
+    ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
     commands = [("ls", str(run)), *(("gc", str(run), "--dry-run", *as_json) for as_json in ((), ("--json",)))]
     commands += [("inspect", str(run / "step-2"), *as_json) for as_json in ((), ("--json",))]
 

@@ -50,8 +50,9 @@ def test_a_save_that_failed_and_loads(tmp_path: Path) -> None:
     assert [s.number for s in c.steps()] == [1] and [s.number for s in ckpt.list_steps(str(tmp_path))] == [1]
 
 
-def test_it_can_be_turned_off(tmp_path: Path) -> None:
-    with ckpt.Checkpointer(str(tmp_path), run_log=False) as c:
+def test_it_can_be_turned_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_RUN_LOG", "off")
+    with ckpt.Checkpointer(str(tmp_path)) as c:
         c.save(1, state()).result()
         c.restore(state())
     assert not (tmp_path / PATH).exists()

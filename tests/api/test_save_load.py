@@ -303,21 +303,25 @@ def test_the_state_must_be_a_dict(url: str, state: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"timeout": 0}, {"timeout": -1.0}, {"timeout": float("inf")}, {"timeout": float("nan")}, {"threads": 0}, {"threads": -2}],
+    [
+        *({"timeout": wrong} for wrong in (0, -1.0, float("inf"), float("nan"), "60")),
+        *({"threads": wrong} for wrong in (0, -2, 2.5)),
+        *({"process_group": wrong} for wrong in ("dp", 3)),
+    ],
     ids=str,
 )
 def test_bad_options(url: str, options: dict[str, Any]) -> None:
     ckpt.save(url, {})
     for call in (ckpt.save, ckpt.load):
         with pytest.raises(UsageError, match=next(iter(options))):
-            call(url, {}, **options)
+            call(url, {}, job=ckpt.Job(**options))
 
 
 def test_options_by_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_THREADS", "none")
     with pytest.raises(UsageError, match="CKPT_THREADS"):
         ckpt.save(url, {})
-    ckpt.save(url, {}, threads=1)
+    ckpt.save(url, {}, job=ckpt.Job(threads=1))
     monkeypatch.setenv("CKPT_THREADS", "2")
     monkeypatch.setenv("CKPT_TIMEOUT", "soon")
     with pytest.raises(UsageError, match="CKPT_TIMEOUT"):
@@ -327,16 +331,16 @@ def test_options_by_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_verify_has_three_modes(url: str) -> None:
     ckpt.save(url, {})
     with pytest.raises(UsageError, match="'full', 'partial' or 'off'"):
-        ckpt.load(url, {}, verify="none")  # type: ignore[arg-type]
+        ckpt.load(url, {}, read=ckpt.ReadOptions(verify="none"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("threads", [1, 7])
 def test_any_number_of_threads_gives_the_same(url: str, threads: int, chunks_of: Callable[[int], None]) -> None:
     chunks_of(1000)
     state = {f"t{i}": torch.arange(i * 37, dtype=torch.float32) for i in range(40)}
-    assert save(url, dict(state), threads=threads) == {name: described(t) for name, t in state.items()}
+    assert save(url, dict(state), job=ckpt.Job(threads=threads)) == {name: described(t) for name, t in state.items()}
     target = {name: torch.zeros_like(t) for name, t in state.items()}
-    ckpt.load(url, dict(target), threads=threads)
+    ckpt.load(url, dict(target), job=ckpt.Job(threads=threads))
     assert same(target, state)
 
 
@@ -357,7 +361,7 @@ def test_a_damaged_byte_is_found_and_named(url: str) -> None:
     _damage(url, torch.arange(100.0))
     for verify in ("full", "partial"):
         with pytest.raises(CorruptError) as caught:
-            ckpt.load(url, {"fine": torch.zeros(9, dtype=torch.int64), "hurt": torch.zeros(100)}, verify=verify)  # type: ignore[arg-type]
+            ckpt.load(url, {"fine": torch.zeros(9, dtype=torch.int64), "hurt": torch.zeros(100)}, read=ckpt.ReadOptions(verify=verify))  # type: ignore[arg-type]
         text = str(caught.value)
         assert "hurt" in text and "[0:100]" in text and data_files(url)[0].name in text and "overwritten" in text
     target = torch.zeros(9, dtype=torch.int64)
@@ -369,7 +373,7 @@ def test_without_verify_damage_is_loaded_and_the_report_says_that_it_may_be(url:
     ckpt.save(url, {"hurt": torch.arange(100.0)})
     _damage(url, torch.arange(100.0))
     target = torch.zeros(100)
-    report = ckpt.load(url, {"hurt": target}, verify="off")
+    report = ckpt.load(url, {"hurt": target}, read=ckpt.ReadOptions(verify="off"))
     assert report.bytes_unverified == report.bytes_read == report.bytes_needed == 400
     assert torch.equal(target[:99], torch.arange(99.0)) and target[99] != 99
 
@@ -383,9 +387,9 @@ def test_partial_reads_less_than_full_and_says_what_it_did_not_check(url: str) -
     stored = torch.arange(24.0).reshape(8, 3)
     ckpt.save(url, {"t": stored}, layout=_columns(6, 8))
     full, partial = torch.zeros(6, 3), torch.zeros(6, 3)
-    report = ckpt.load(url, {"t": full}, verify="full")
+    report = ckpt.load(url, {"t": full}, read=ckpt.ReadOptions(verify="full"))
     assert (report.bytes_needed, report.bytes_read, report.bytes_unverified) == (72, 96, 0)
-    report = ckpt.load(url, {"t": partial}, verify="partial")
+    report = ckpt.load(url, {"t": partial}, read=ckpt.ReadOptions(verify="partial"))
     assert (report.bytes_needed, report.bytes_read, report.bytes_unverified) == (72, 72, 72)
     assert torch.equal(full, stored[:6]) and torch.equal(partial, stored[:6])
 

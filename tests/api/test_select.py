@@ -374,7 +374,8 @@ def test_casting_the_state_of_optimizers(url: str) -> None:
         ({"rename": {"a": 1}}, "rename= takes a dict of names or globs"),
         ({"strict": "no"}, "strict= is True or False, not 'no'"),
         ({"cast": 1}, "cast= is True or False, not 1"),
-        ({"exchange": "off"}, "exchange= is True or False, not 'off'"),
+        ({"read": "off"}, "read= is a ckpt.ReadOptions, not 'off'"),
+        ({"job": 60}, "job= is a ckpt.Job, not 60"),
         ({"dry_run": "no"}, "dry_run= is True or False, not 'no'"),
     ],
 )

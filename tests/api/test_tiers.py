@@ -78,7 +78,8 @@ class Run:
         self.root, self.local = folder / "root", folder / "local"
 
     def open(self, **options: Any) -> ckpt.Checkpointer:
-        return ckpt.Checkpointer(str(self.root), **{"local": str(self.local), "save": EverySteps(1), "timeout": 5, **options})
+        local = ckpt.SharedLocal(self.local, keep=options.pop("local_keep")) if "local_keep" in options else str(self.local)
+        return ckpt.Checkpointer(str(self.root), **{"local": local, "save": EverySteps(1), "job": ckpt.Job(timeout=5), **options})
 
     def train(self, steps: range, *, wait: bool = True, **options: Any) -> None:
         with self.open(**options) as c:
@@ -440,7 +441,7 @@ def test_a_local_tier_is_a_directory_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="same place"):
         ckpt.Checkpointer(str(tmp_path), local=f"{tmp_path}/")
     with pytest.raises(UsageError, match="policies"):
-        ckpt.Checkpointer(str(tmp_path), local=f"{tmp_path}/x", local_keep=EverySteps)  # type: ignore[arg-type]
+        ckpt.SharedLocal(f"{tmp_path}/x", keep=EverySteps)  # type: ignore[arg-type]
 
 
 def test_nothing_to_go_on_from(run: Run) -> None:

@@ -186,7 +186,7 @@ def test_what_kernels_of_torch_write_without_counting_is_never_trusted(tmp_path:
         (lambda: TrustFrozen(hash_every=0), "is a whole number"),
         (lambda: TrustFrozen(names=[]), "is a glob of names"),
         (lambda: TrustFrozen(names=3), "is a glob of names"),  # type: ignore[arg-type]
-        (lambda: ckpt.Checkpointer("runs/a", reuse="frozen"), "reuse= is True, False or a TrustFrozen"),
+        (lambda: ckpt.Checkpointer("runs/a", reuse="frozen"), "reuse= is True, False, a TrustFrozen or an Anchor"),
     ],
 )
 def test_arguments_that_cannot_be_are_refused(make: Callable[[], object], message: str) -> None:

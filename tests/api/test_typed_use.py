@@ -40,13 +40,15 @@ def test_saving_and_loading(tmp_path: Path) -> None:
     url = tmp_path / "step-1"
     model = torch.nn.Linear(3, 2)
     state: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "step": 1}
-    report = ckpt.save(url, state, only=["model.*", "step"], codec="zstd", timeout=60, progress=lambda done, total: None)
+    report = ckpt.save(url, state, only=["model.*", "step"], codec="zstd", job=ckpt.Job(timeout=60), progress=lambda done, total: None)
     assert_type(report, ckpt.SaveReport)
     assert_type((report.url, report.tensor_bytes, report.seconds, report.memory), tuple[str, int, float, int | None])
-    loaded = ckpt.load(str(url), state, only="model.*", rename={"net.*": "model.*"}, cast=True, verify="full", strict=False)
+    loaded = ckpt.load(
+        str(url), state, only="model.*", rename={"net.*": "model.*"}, cast=True, read=ckpt.ReadOptions(verify="full"), strict=False
+    )
     assert_type(loaded, ckpt.LoadReport)
     assert_type((loaded.missing, loaded.cast), tuple[tuple[str, ...], tuple[str, ...]])
-    handle = ckpt.save_async(url, {"w": torch.ones(4, 3)}, capture="eager", when_busy="refuse", threads=1)
+    handle = ckpt.save_async(url, {"w": torch.ones(4, 3)}, capture="eager", when_busy="refuse", job=ckpt.Job(threads=1))
     assert_type(handle, ckpt.SaveHandle)
     assert_type(handle.wait(60), bool)
     assert_type(handle.result(), ckpt.SaveReport)
@@ -79,7 +81,7 @@ def test_what_is_wrong_is_seen_before_it_runs(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="codecs"):
         ckpt.save_async(tmp_path, state, codecs="zstd")  # type: ignore[call-arg]
     with pytest.raises(CkptError):
-        ckpt.load(tmp_path, state, verify="none")  # type: ignore[arg-type]
+        ckpt.load(tmp_path, state, read=ckpt.ReadOptions(verify="none"))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="kepe"):
         ckpt.Checkpointer(tmp_path, kepe=Latest(1))  # type: ignore[call-arg]
     ckpt.save(tmp_path / "run" / "step-1", state)
@@ -111,7 +113,7 @@ def test_the_loop(tmp_path: Path) -> None:
     state: dict[str, object] = {"w": torch.ones(3), "rng": Generators({"own": random.Random(1)}), "loader": loader}
     due: SavePolicy = EveryMinutes(10) | EverySteps(50) | AtSteps([3])
     stays: KeepPolicy = Latest(2) | Tagged()
-    with ckpt.Checkpointer(tmp_path, save=due | Evens(), keep=stays, on_event=events.append, timeout=60) as c:
+    with ckpt.Checkpointer(tmp_path, save=due | Evens(), keep=stays, on_event=events.append, job=ckpt.Job(timeout=60)) as c:
         assert_type(c, ckpt.Checkpointer)
         assert_type(c.restore(state, only="w"), int | None)
         for n in range(1, 4):

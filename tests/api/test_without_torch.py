@@ -63,7 +63,7 @@ def test_a_member_without_torch_saves_with_one_that_has_tensors(tmp_path: Path) 
     for start in (0, 1):
         buffer = run("buffer", root)
         state = {"w": torch.zeros(5)}
-        with ckpt.Checkpointer(root, member="trainer", members=NAMES, timeout=60) as c:
+        with ckpt.Checkpointer(root, member=ckpt.Member("trainer", of=NAMES), job=ckpt.Job(timeout=60)) as c:
             assert (c.restore(state) or 0) == start
             assert state["w"].tolist() == [start] * 5
             state["w"].fill_(start + 1)

@@ -116,7 +116,7 @@ def refused(url: str) -> None:
 def buffer(root: str) -> None:
     """A member that saves a step when it is asked to."""
     state = values(0)
-    with ckpt.Checkpointer(root, member="buffer", members=NAMES, timeout=60) as c:
+    with ckpt.Checkpointer(root, member=ckpt.Member("buffer", of=NAMES), job=ckpt.Job(timeout=60)) as c:
         start = c.restore(state) or 0
         print(start, plain(state) == plain(values(start)))
         while (n := c.requested()) is None:

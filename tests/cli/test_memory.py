@@ -102,9 +102,9 @@ def test_the_log_of_a_run_is_no_checkpoint() -> None:
 def test_what_others_refer_to_is_not_dropped() -> None:
     # Names that no other test saves: a process does not ask again about a tensor that has changed from save to save.
     state = {"kept in memory": torch.arange(300_000.0), "moved in memory": torch.zeros(300_000)}
-    ckpt.save("memory://runs/b/step-1", state, reusable=True)
+    ckpt.save("memory://runs/b/step-1", state, reuse=True)
     state["moved in memory"] = torch.ones(300_000)
-    ckpt.save("memory://runs/b/step-2", state, base="memory://runs/b/step-1")
+    ckpt.save("memory://runs/b/step-2", state, reuse="memory://runs/b/step-1")
     refused = command("memory", "drop", "memory://runs/b/step-1")
     assert refused.exit_code == 30 and "memory://runs/b/step-2" in refused.output
     assert torch.equal(ckpt.open("memory://runs/b/step-2")["kept in memory"].read(), torch.arange(300_000.0))

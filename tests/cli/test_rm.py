@@ -54,8 +54,8 @@ def test_one_goes_and_nothing_else(tmp_path: Path, scheme: str) -> None:
 def test_what_is_tagged_or_needed_stays(tmp_path: Path) -> None:
     root = tmp_path / "run"
     state = {"frozen": FROZEN, "x": torch.zeros(3)}
-    ckpt.save(root / "step-1", state, reusable=True)
-    ckpt.save(root / "step-2", {**state, "x": torch.ones(3)}, base=root / "step-1")
+    ckpt.save(root / "step-1", state, reuse=True)
+    ckpt.save(root / "step-2", {**state, "x": torch.ones(3)}, reuse=root / "step-1")
     import_checkpoint(str(root / "step-2"), str(root / "final"))
     refused(f"{root}/step-1", 30, "it has to stay: ", "step-2", "refer", "ckpt cp")
     refused(f"{root}/step-2", 30, "it has to stay: final refers to it")

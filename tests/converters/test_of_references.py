@@ -18,9 +18,9 @@ def run(tmp_path: Path) -> Path:
     """Step 2 refers to step 1 for all but ``c``."""
     torch.manual_seed(0)
     state = {name: torch.randn(SHAPE) for name in "abc"}
-    ckpt.save(tmp_path / "run" / "step-1", {"model": state}, reusable=True)
+    ckpt.save(tmp_path / "run" / "step-1", {"model": state}, reuse=True)
     state["c"] += 1
-    report = ckpt.save(tmp_path / "run" / "step-2", {"model": state}, base=tmp_path / "run" / "step-1")
+    report = ckpt.save(tmp_path / "run" / "step-2", {"model": state}, reuse=tmp_path / "run" / "step-1")
     assert report.reused_bytes == 2 * 4 * SHAPE[0] * SHAPE[1]
     return tmp_path / "run"
 

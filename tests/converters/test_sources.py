@@ -44,7 +44,7 @@ def test_by_default_it_reads_what_was_imported(virtual: str) -> None:
 def test_roots_that_hold_its_files_are_enough(virtual: str, tmp_path: Path) -> None:
     for sources in ([str(tmp_path / "models")], str(tmp_path / "models" / "a"), ["s3://elsewhere", f"file://{tmp_path}/models/"]):
         assert torch.equal(ckpt.open(virtual, sources=sources)["w"][...], W)
-        assert torch.equal(load(virtual, sources=sources), W)
+        assert torch.equal(load(virtual, read=ckpt.ReadOptions(sources=sources)), W)
 
 
 def test_files_elsewhere_are_refused_by_name(virtual: str, tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_files_elsewhere_are_refused_by_name(virtual: str, tmp_path: Path) -> No
         with pytest.raises(AccessError, match=r"model\.safetensors.*models/a.*may be read"):
             ckpt.open(virtual, sources=sources)["w"][...]
         with pytest.raises(AccessError):
-            load(virtual, sources=sources)
+            load(virtual, read=ckpt.ReadOptions(sources=sources))
 
 
 def test_the_environment_says_it_to_commands(virtual: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ def life(root: str, chance: random.Random, crash: Callable[[], None]) -> list[in
     """Train until all prompts are used, or the crash; how often each prompt was used."""
     rollouts = Rollouts(chance)
     state: dict[str, Any] = {"work": rollouts.work, "buffer": rollouts.buffer, "used": [0] * PROMPTS}
-    with ckpt.Checkpointer(root, keep=Latest(1), run_log=False, alerts=False) as c:
+    with ckpt.Checkpointer(root, keep=Latest(1), alerts=False) as c:
         n = c.restore(state) or 0
         rollouts.restored()
         going = True
@@ -168,7 +168,7 @@ def test_a_loader_counts_what_was_used() -> None:
 
 def trainer(root: str, other: Connection, out: str) -> None:
     state: dict[str, Any] = {"used": [0] * PROMPTS}
-    with ckpt.Checkpointer(root, member="trainer", members=("trainer", "rollouts"), timeout=60, run_log=False) as c:
+    with ckpt.Checkpointer(root, member=ckpt.Member("trainer", of=("trainer", "rollouts")), job=ckpt.Job(timeout=60)) as c:
         n = c.restore(state) or 0
         while batch := other.recv():
             n += 1
@@ -186,7 +186,7 @@ def rollouts(root: str, other: Connection, seed: int) -> None:
     """It is one batch ahead: what the trainer has used lately is known when the next batch is on its way."""
     rolls, n = Rollouts(random.Random(seed)), 0
     state: dict[str, Any] = {"work": rolls.work, "buffer": rolls.buffer}
-    with ckpt.Checkpointer(root, member="rollouts", members=("trainer", "rollouts"), timeout=60, run_log=False) as c:
+    with ckpt.Checkpointer(root, member=ckpt.Member("rollouts", of=("trainer", "rollouts")), job=ckpt.Job(timeout=60)) as c:
         c.restore(state)
         rolls.restored()
         sent = 0

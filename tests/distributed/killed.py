@@ -101,7 +101,7 @@ def live(root: str, log: str, plan: Plan, life: Life) -> int:
     torch.manual_seed(100 + rank)
     state["rng"] = ckpt.PerRank(torch.get_rng_state())
     n = -1
-    with ckpt.Checkpointer(root, save=plan.save, keep=plan.keep, timeout=8, **plan.options) as c:
+    with ckpt.Checkpointer(root, save=plan.save, keep=plan.keep, job=ckpt.Job(timeout=8), **plan.options) as c:
         start = c.restore(state)
         assert start == life.newest, f"went on from {start}, but {life.newest} is the newest that is committed"
         torch.set_rng_state(state["rng"].value)

@@ -381,7 +381,7 @@ def groups_gone(url: str) -> str:
     """The process group ends before the save does."""
     gate = Gate()
     group = dist.new_group([0, 1])
-    handle = ckpt.save_async(url, stepped(4.0), process_group=group)
+    handle = ckpt.save_async(url, stepped(4.0), job=ckpt.Job(process_group=group))
     assert not handle.captured.done()
     dist.destroy_process_group(group)
     del group

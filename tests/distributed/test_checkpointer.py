@@ -27,7 +27,7 @@ def notice_on_one_rank(root: str, who: int, lockstep: bool, stride: int) -> tupl
     rank = dist.get_rank()
     saved = []
     n = 0
-    with ckpt.Checkpointer(root, save=EverySteps(10**6) | OnPreemption(), timeout=30) as c:
+    with ckpt.Checkpointer(root, save=EverySteps(10**6) | OnPreemption(), job=ckpt.Job(timeout=30)) as c:
         for turn in range(1, 4000):
             n = turn * stride
             if lockstep:
@@ -55,7 +55,7 @@ def test_all_ranks_save_after_the_same_step(ranks: Ranks, tmp_path: Path, who: i
 
 def by_the_clock(root: str) -> list[int]:
     saved = []
-    with ckpt.Checkpointer(root, save=EveryMinutes(0.01), timeout=30) as c:
+    with ckpt.Checkpointer(root, save=EveryMinutes(0.01), job=ckpt.Job(timeout=30)) as c:
         for n in range(1, 60):
             time.sleep(0.02 + 0.005 * dist.get_rank())
             dist.all_reduce(torch.ones(1))
@@ -74,7 +74,7 @@ def until_a_deadline(root: str) -> tuple[list[int], bool]:
     """Only the leader's deadline counts: the ranks' clocks may differ."""
     deadline = time.time() + (1.5 if dist.get_rank() == 0 else 1e6)
     saved = []
-    with ckpt.Checkpointer(root, save=EverySteps(30) | Before(deadline, reserve=0.7), timeout=30) as c:
+    with ckpt.Checkpointer(root, save=EverySteps(30) | Before(deadline, reserve=0.7), job=ckpt.Job(timeout=30)) as c:
         for n in range(1, 4000):
             time.sleep(0.01 + 0.005 * dist.get_rank())
             if c.step(n, {"x": torch.full((3,), float(n))}):
@@ -95,7 +95,9 @@ def by_what_saves_cost(root: str) -> tuple[list[int], list[str]]:
     """Gives the steps saved, and the kinds of events told on this rank."""
     saved: list[int] = []
     told: list[str] = []
-    with ckpt.Checkpointer(root, save=EveryBudget(25.0, least_seconds=0.3), timeout=30, on_event=lambda e: told.append(e.kind)) as c:
+    with ckpt.Checkpointer(
+        root, save=EveryBudget(25.0, least_seconds=0.3), job=ckpt.Job(timeout=30), on_event=lambda e: told.append(e.kind)
+    ) as c:
         for n in range(1, 2000):
             time.sleep(0.02 + 0.005 * dist.get_rank())
             dist.all_reduce(torch.ones(1))
@@ -117,7 +119,7 @@ def test_saving_by_cost_is_agreed_and_told_on_the_leader(ranks: Ranks, tmp_path:
 def fails_on_one_rank(root: str, who: int) -> list[tuple[str, str | None, tuple[int, ...]]]:
     events: list[Event] = []
     bad = FaultyProcess(Fault(at=2, kind="no_space")) if dist.get_rank() == who else FaultyProcess()
-    with ckpt.Checkpointer(root, timeout=30, on_event=events.append) as c, wrap_backends(bad.wrap):
+    with ckpt.Checkpointer(root, job=ckpt.Job(timeout=30), on_event=events.append) as c, wrap_backends(bad.wrap):
         c.save(1, {"x": torch.zeros(100), "own": ckpt.PerRank(torch.ones(100))})
         with pytest.raises(CkptError):
             c.wait()
@@ -132,7 +134,7 @@ def test_which_rank_failed_is_told(ranks: Ranks, tmp_path: Path) -> None:
 
 def passed_over(root: str) -> tuple[int | None, float]:
     x = torch.zeros(1000)
-    with ckpt.Checkpointer(root, timeout=30) as c:
+    with ckpt.Checkpointer(root, job=ckpt.Job(timeout=30)) as c:
         return c.restore({"x": x}), float(x[0])
 
 
@@ -155,7 +157,7 @@ def test_damage_that_only_one_rank_reads_sends_all_ranks_back(ranks: Ranks, tmp_
 def loses_values_of_one_rank(root: str) -> int | None:
     """Both ranks go back where the values that only one of them needs are lost."""
     state: dict[str, object] = {"x": torch.zeros(3), **({"own": 0} if dist.get_rank() else {})}
-    with ckpt.Checkpointer(root, timeout=30) as c:
+    with ckpt.Checkpointer(root, job=ckpt.Job(timeout=30)) as c:
         return c.restore(state)
 
 
@@ -172,7 +174,7 @@ def noticed_where_a_save_is_due_anyway(root: str, every: int, who: int) -> tuple
     rank = dist.get_rank()
     saved = []
     n = 0
-    with ckpt.Checkpointer(root, save=EverySteps(every) | OnPreemption(), timeout=30) as c:
+    with ckpt.Checkpointer(root, save=EverySteps(every) | OnPreemption(), job=ckpt.Job(timeout=30)) as c:
         for n in range(1, 2000):
             dist.all_reduce(torch.ones(1))  # hangs if a rank has left
             if n == 5 and rank == who:
@@ -197,7 +199,7 @@ def test_a_notice_at_a_step_that_is_saved_anyway(ranks: Ranks, tmp_path: Path, e
 
 def leaving_early(root: str) -> float:
     """Rank 1 has ended its loop when the leader's clock says to save at the last step."""
-    with ckpt.Checkpointer(root, save=EveryMinutes(0.005), timeout=20) as c:
+    with ckpt.Checkpointer(root, save=EveryMinutes(0.005), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 3):
             if n == 2 and dist.get_rank() == 0:
                 time.sleep(0.6)
@@ -216,7 +218,7 @@ def going_on_after_a_failure(root: str, fails_on: int) -> tuple[list[int], list[
     rank = dist.get_rank()
     begun, told = [], []
     process = FaultyProcess(Fault(at=1, kind="no_space"))
-    with ckpt.Checkpointer(root, save=AtSteps(2, 4, 8, 12), timeout=20) as c:
+    with ckpt.Checkpointer(root, save=AtSteps(2, 4, 8, 12), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 14):
             before = c.handle
             try:
@@ -248,7 +250,7 @@ def final_save_that_fails(root: str) -> tuple[list[int], list[int], int]:
     process = FaultyProcess(Fault(at=3, kind="no_space"))
     raised, saved = [], []
     n = 0
-    with wrap_backends(process.wrap), ckpt.Checkpointer(root, save=OnPreemption(), timeout=20) as c:
+    with wrap_backends(process.wrap), ckpt.Checkpointer(root, save=OnPreemption(), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 4000):
             dist.all_reduce(torch.ones(1))
             if n == 3 and dist.get_rank() == 1:
@@ -291,7 +293,7 @@ def saves_while_nothing_is_deleted(root: str) -> list[float]:
         GATE.clear()
     waited = []
     state = {"x": torch.zeros(1000)}
-    with wrap_backends(Held), ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(1), timeout=20) as c:
+    with wrap_backends(Held), ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(1), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 6):
             began = time.monotonic()
             state["x"].fill_(n)
@@ -324,7 +326,7 @@ def wrong_steps(root: str, wrong: object, method: str, local: bool) -> list[tupl
     """Rank 1 gives a wrong number of the step once, at step 3; every rank goes on. What each was told, and at which step."""
     told = []
     more = {"local": f"{root}-local"} if local else {}
-    with ckpt.Checkpointer(f"{root}/run", save=EverySteps(1), timeout=20, **more) as c:
+    with ckpt.Checkpointer(f"{root}/run", save=EverySteps(1), job=ckpt.Job(timeout=20), **more) as c:
         for n in range(1, 6):
             given = wrong if n == 3 and dist.get_rank() == 1 else n
             state = {"x": torch.full((3,), float(n))}
@@ -359,7 +361,7 @@ def hiccups(root: str, where: str) -> list[tuple[int, str]]:
             raise ValueError("the file server hiccups")
         return {"x": torch.full((3,), float(n))}
 
-    with ckpt.Checkpointer(root, save=EverySteps(1), timeout=20) as c:
+    with ckpt.Checkpointer(root, save=EverySteps(1), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 5):
             try:
                 bad = who and n == 2 and where == "metrics"

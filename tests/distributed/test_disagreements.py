@@ -301,9 +301,9 @@ def writer_that_cannot_be_made(url: str, who: int, background: bool) -> tuple[st
         if rank == who:
             save._make_writer = no_memory
         if background:
-            ckpt.save_async(url, good() | {"step": 4}, timeout=300).result()
+            ckpt.save_async(url, good() | {"step": 4}, job=ckpt.Job(timeout=300)).result()
         else:
-            ckpt.save(url, good() | {"step": 4}, timeout=300)
+            ckpt.save(url, good() | {"step": 4}, job=ckpt.Job(timeout=300))
     except Exception as err:  # noqa: BLE001  what the test looks at
         took = time.monotonic() - began
         save._make_writer = original

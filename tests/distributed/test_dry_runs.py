@@ -19,11 +19,11 @@ from tests.distributed.test_shared_reads import save_in, state_in
 
 EACH: list[dict[str, Any]] = [
     {},
-    {"exchange": True},
-    {"exchange": True, "verify": "partial"},
-    {"exchange": False, "verify": "off"},
-    {"exchange": True, "pieces": True},
-    {"exchange": True, "threads": 4, "apart": True},
+    {"read": ckpt.ReadOptions(exchange=True)},
+    {"read": ckpt.ReadOptions(exchange=True, verify="partial")},
+    {"read": ckpt.ReadOptions(exchange=False, verify="off")},
+    {"read": ckpt.ReadOptions(exchange=True), "pieces": True},
+    {"read": ckpt.ReadOptions(exchange=True), "job": ckpt.Job(threads=4), "apart": True},
 ]
 """One after another in one process, in which small pieces and being apart stay."""
 
@@ -53,7 +53,7 @@ def test_each_rank_reads_what_it_said(ranks: Ranks, tmp_path: Path, kind: str, s
             assert replace(dry, **unsure) == replace(real, **unsure), options
             assert real.memory <= dry.memory, options
         assert len({dry.seconds for dry, _ in reports}) == 1, "the slowest rank's, on all ranks"
-        if options.get("exchange") and kind != "whole":
+        if options.get("read", ckpt.ReadOptions()).exchange and kind != "whole":
             assert sum(dry.bytes_received for dry, _ in reports) > 0, options
 
 

@@ -61,7 +61,9 @@ def load_replicated(url: str, kind: str, where: str) -> tuple[int, int, int]:
     if kind == "pieces":
         in_small_pieces()
     versions = {name: t._version for name, t in state.items()}
-    report = ckpt.load(url, state, exchange=True, cast=kind == "other dtype", verify="off" if kind == "unverified" else "full")
+    report = ckpt.load(
+        url, state, cast=kind == "other dtype", read=ckpt.ReadOptions(verify="off" if kind == "unverified" else "full", exchange=True)
+    )
     for name, t in want.items():
         assert torch.equal(state[name], t.to(state[name].dtype)), name
         assert state[name]._version > versions[name] or not t.numel()
@@ -104,7 +106,7 @@ def load_mixed(url: str, where: str) -> tuple[int, int]:
     state: dict[str, Any] = {n: distribute_tensor(torch.zeros(SHAPES[n]), mesh, p) for n, p in placements.items()}
     state |= {"c": torch.zeros(()), "d": torch.zeros(5, 0)}
     state["own"] = ckpt.PerRank(0, reshard=lambda values, rank, world: rank)
-    report = ckpt.load(url, state, exchange=True, strict=False)
+    report = ckpt.load(url, state, read=ckpt.ReadOptions(exchange=True), strict=False)
     for name, t in state.items():
         if isinstance(t, DTensor):
             assert torch.equal(t.full_tensor(), want[name]), name
@@ -123,7 +125,7 @@ def test_some_share_and_some_do_not(ranks: Ranks, tmp_path: Path, where: str) ->
 def load_different(url: str) -> int:
     rank = dist.get_rank()
     state = blank(whole())
-    report = ckpt.load(url, state, exchange=True, only=["a", "b"] if rank else ["a"], strict=False)
+    report = ckpt.load(url, state, read=ckpt.ReadOptions(exchange=True), only=["a", "b"] if rank else ["a"], strict=False)
     assert torch.equal(state["a"], whole()["a"]) and torch.equal(state["b"], whole()["b"]) == (rank > 0)
     return report.bytes_received
 
@@ -136,7 +138,7 @@ def test_ranks_that_want_different_things_do_not_share(ranks: Ranks, tmp_path: P
 
 def load_damaged(url: str) -> tuple[str, str]:
     try:
-        ckpt.load(url, blank(whole()), exchange=True, timeout=20)
+        ckpt.load(url, blank(whole()), read=ckpt.ReadOptions(exchange=True), job=ckpt.Job(timeout=20))
     except ckpt.errors.CkptError as err:
         return type(err).__name__, str(err)
     return "", ""
@@ -174,7 +176,7 @@ def load_and_end(url: str, how: str, timeout: float) -> tuple[str, float]:
         ReadExchange._send, SharedReadReceiver.slot = counted(ReadExchange._send), counted(SharedReadReceiver.slot)  # type: ignore[method-assign]
     began = time.monotonic()
     try:
-        ckpt.load(url, blank(whole()), exchange=True, timeout=timeout)
+        ckpt.load(url, blank(whole()), read=ckpt.ReadOptions(exchange=True), job=ckpt.Job(timeout=timeout))
     except ckpt.errors.CkptError as err:
         return str(err), time.monotonic() - began
     return "", 0.0
@@ -204,7 +206,7 @@ def load_and_fail(url: str) -> tuple[str, str, float]:
         ReadExchange.tasks = fail  # type: ignore[method-assign]
     began = time.monotonic()
     try:
-        ckpt.load(url, blank(whole()), exchange=True, timeout=50)
+        ckpt.load(url, blank(whole()), read=ckpt.ReadOptions(exchange=True), job=ckpt.Job(timeout=50))
     except ckpt.errors.CkptError as err:
         return type(err).__name__, str(err), time.monotonic() - began
     return "", "", 0.0

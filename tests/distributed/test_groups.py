@@ -29,9 +29,9 @@ def save_in_halves(folder: str) -> tuple[list[float], int]:
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = halves[rank % 2]
     for n in range(1 + 2 * (rank % 2)):
-        ckpt.save(f"{folder}/{rank % 2}", state_of(10.0 * (rank % 2) + n), process_group=mine)
+        ckpt.save(f"{folder}/{rank % 2}", state_of(10.0 * (rank % 2) + n), job=ckpt.Job(process_group=mine))
     state = state_of(-1.0)
-    ckpt.load(f"{folder}/{rank % 2}", state, process_group=mine)
+    ckpt.load(f"{folder}/{rank % 2}", state, job=ckpt.Job(process_group=mine))
     dist.barrier()
     ckpt.save(f"{folder}/all", state_of(7.0))
     return state["w"].unique().tolist(), state["rank"].value
@@ -48,11 +48,11 @@ def save_in_twins(folder: str) -> list[float]:
     """Several groups of the same ranks, used in turn."""
     twins = [dist.new_group([0, 1]), dist.group.WORLD, dist.new_group([0, 1]), None]
     for n, group in enumerate(twins * 3):
-        ckpt.save(f"{folder}/{n}", state_of(float(n)), process_group=group)
+        ckpt.save(f"{folder}/{n}", state_of(float(n)), job=ckpt.Job(process_group=group))
     found = []
     for n, group in enumerate(reversed(twins * 3)):
         state = state_of(-1.0)
-        ckpt.load(f"{folder}/{n}", state, process_group=group)
+        ckpt.load(f"{folder}/{n}", state, job=ckpt.Job(process_group=group))
         found += state["w"].unique().tolist()
     return found
 
@@ -64,7 +64,7 @@ def test_groups_of_the_same_ranks(ranks: Ranks, tmp_path: Path) -> None:
 def save_from_outside(folder: str) -> str:
     group = dist.new_group([0, 1])
     try:
-        ckpt.save(f"{folder}/a", state_of(1.0), process_group=group)
+        ckpt.save(f"{folder}/a", state_of(1.0), job=ckpt.Job(process_group=group))
     except UsageError as err:
         return str(err)
     return ""
@@ -81,7 +81,7 @@ def forget(folder: str) -> int:
     used = []
     for n in range(3):
         group = dist.new_group([0, 1])
-        ckpt.save(f"{folder}/{n}", state_of(1.0), process_group=group)
+        ckpt.save(f"{folder}/{n}", state_of(1.0), job=ckpt.Job(process_group=group))
         used.append(weakref.ref(group))
         dist.destroy_process_group(group)
         del group
@@ -125,7 +125,7 @@ def one_rank_is_slow(folder: str) -> list[str]:
     for n in range(3):
         try:
             bad = {"thing": object()} if n == 1 and dist.get_rank() == 0 else {}
-            ckpt.save(f"{folder}/{n}", state_of(float(n)) | bad, timeout=8.0)
+            ckpt.save(f"{folder}/{n}", state_of(float(n)) | bad, job=ckpt.Job(timeout=8.0))
             found.append("saved")
         except ckpt.CkptError as err:
             found.append(type(err).__name__)

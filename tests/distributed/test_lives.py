@@ -26,7 +26,7 @@ def _two_lives(root: str) -> list[str]:
     for life in (1, 2):
         state: dict[str, Any] = {"x": torch.zeros(4)} if life == 1 else {"y": torch.zeros(4)}
         try:
-            ckpt.load(root, state, timeout=20)
+            ckpt.load(root, state, job=ckpt.Job(timeout=20))
             found.append(f"loaded {state}")
         except NamesError:
             found.append("names")
@@ -47,7 +47,7 @@ def _wrong_argument(root: str) -> list[str]:
     for turn in range(2):
         try:
             wrong = turn == 0 and dist.get_rank() == 1
-            ckpt.save(root, {"n": turn}, threads=-1 if wrong else 1, timeout=20)
+            ckpt.save(root, {"n": turn}, job=ckpt.Job(timeout=20, threads=-1 if wrong else 1))
             said.append("saved")
         except (UsageError, RankFailedError) as err:
             said.append(type(err).__name__)
@@ -64,7 +64,7 @@ def _slow_decision(root: str) -> str:
     if dist.get_rank() == 0:
         write = saving.write_index
         saving.write_index = lambda *a, **k: (time.sleep(5), write(*a, **k))[1]  # type: ignore[assignment]
-    ckpt.save(root, {"w": torch.ones(3)}, timeout=4)
+    ckpt.save(root, {"w": torch.ones(3)}, job=ckpt.Job(timeout=4))
     return "saved"
 
 
@@ -75,7 +75,7 @@ def _slow_flush(root: str) -> str:
         commit = PosixWriter.commit
         PosixWriter.commit = lambda self: (time.sleep(5), commit(self))[1]  # type: ignore[method-assign]
     writing.SLOWEST = 1e4
-    ckpt.save(root, {"w": torch.full((60_000,), 1.0), "own": ckpt.PerRank(torch.zeros(20_000))}, timeout=4)
+    ckpt.save(root, {"w": torch.full((60_000,), 1.0), "own": ckpt.PerRank(torch.zeros(20_000))}, job=ckpt.Job(timeout=4))
     return "saved"
 
 
@@ -93,14 +93,14 @@ def _leader_ends_at_once(root: str, kind: str) -> str:
         ControlChannel.word = lambda self: (time.sleep(0.3), ask(self))[1]  # type: ignore[method-assign]
     state = {"w": torch.ones(3)}
     if kind == "save":
-        ckpt.save(root, state, timeout=20)
+        ckpt.save(root, state, job=ckpt.Job(timeout=20))
     elif kind == "async":
-        ckpt.save_async(root, state, timeout=20).result()
+        ckpt.save_async(root, state, job=ckpt.Job(timeout=20)).result()
     elif kind == "load":
-        ckpt.load(root, state, timeout=20)
+        ckpt.load(root, state, job=ckpt.Job(timeout=20))
     else:
         with pytest.raises(NamesError, match="other"):
-            ckpt.load(root, {"other": torch.ones(3)}, timeout=20)
+            ckpt.load(root, {"other": torch.ones(3)}, job=ckpt.Job(timeout=20))
     if dist.get_rank() == 0:
         os._exit(0)
     return "heard"
@@ -138,7 +138,7 @@ class _Picky:
 def _touched(root: str) -> str:
     ckpt.save(root, {"o": _Picky(), "w": torch.ones(2)})
     try:
-        ckpt.load(root, {"o": _Picky(), "w": torch.zeros(2)}, timeout=20)
+        ckpt.load(root, {"o": _Picky(), "w": torch.zeros(2)}, job=ckpt.Job(timeout=20))
     except ckpt.CkptError as err:
         return str(err)
     return "loaded"

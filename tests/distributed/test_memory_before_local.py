@@ -30,11 +30,15 @@ def train(folder: str, machines: Sequence[int], steps: range, dim: int, shared: 
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
     root = f"{folder}/root"
-    local = f"{folder}/shared" if shared else ckpt.NodeLocal(f"{folder}/disk{machine}", parity=parity)
+    local = (
+        ckpt.SharedLocal(f"{folder}/shared", keep=Latest(2))
+        if shared
+        else ckpt.NodeLocal(f"{folder}/disk{machine}", parity=parity, keep=Latest(2))
+    )
     memory = ckpt.Memory(keep=2, copies=0)
     with (
         wrap_backends(lambda b: NoData(b) if b.url.startswith(root) else b),
-        ckpt.Checkpointer(root, memory=memory, local=local, save=EverySteps(2), keep=Latest(3), local_keep=Latest(2), timeout=20) as c,
+        ckpt.Checkpointer(root, memory=memory, local=local, save=EverySteps(2), keep=Latest(3), job=ckpt.Job(timeout=20)) as c,
     ):
         state = state_of(-1, dim)
         start = c.restore(state)
@@ -80,7 +84,7 @@ def die_or_refuse(folder: str, *, dies: bool) -> str:
     socket.gethostname = lambda: f"machine{rank}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{rank}"
     local, memory = ckpt.NodeLocal(f"{folder}/disk{rank}", copies=0), ckpt.Memory(copies=0)
-    with ckpt.Checkpointer(f"{folder}/root", memory=memory, local=local, timeout=20) as c:
+    with ckpt.Checkpointer(f"{folder}/root", memory=memory, local=local, job=ckpt.Job(timeout=20)) as c:
         if dies:
             c.step(1, state_of(1, 0))
             assert c.handle is not None
@@ -110,7 +114,7 @@ def die_or_go_on(folder: str, *, dies: bool) -> tuple[int | None, list[str]]:
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[assignment]
     logging.getLogger("ckpt").addHandler(handler)
-    with ckpt.Checkpointer(f"{folder}/root", memory=memory, local=local, timeout=20) as c:
+    with ckpt.Checkpointer(f"{folder}/root", memory=memory, local=local, job=ckpt.Job(timeout=20)) as c:
         if dies:
             c.save(1, state_of(1, 0))
             c.wait()

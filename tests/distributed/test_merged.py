@@ -464,9 +464,9 @@ def save_and_die(url: str, lost: int, background: bool) -> tuple[str, float, str
     began = time.monotonic()
     try:
         if background:
-            ckpt.save_async(url, state, layout=layout, timeout=6).result()
+            ckpt.save_async(url, state, layout=layout, job=ckpt.Job(timeout=6)).result()
         else:
-            ckpt.save(url, state, layout=layout, timeout=6)
+            ckpt.save(url, state, layout=layout, job=ckpt.Job(timeout=6))
     except CkptError as err:
         return type(err).__name__, time.monotonic() - began, str(err)
     return "nothing", time.monotonic() - began, ""

@@ -55,8 +55,10 @@ STATES: dict[str, Callable[[int], State]] = {"replicated": replicated, "hybrid":
 
 def checkpointer(folder: str, host: int, **options: Any) -> ckpt.Checkpointer:
     os.environ["CKPT_DOMAIN"] = f"host{host}"
-    policies: Any = {"save": EverySteps(1), "keep": Latest(3), "local_keep": Latest(2)}
-    return ckpt.Checkpointer(f"{folder}/root", local=ckpt.NodeLocal(f"{folder}/host{host}"), timeout=20, **policies, **options)
+    policies: Any = {"save": EverySteps(1), "keep": Latest(3)}
+    return ckpt.Checkpointer(
+        f"{folder}/root", local=ckpt.NodeLocal(f"{folder}/host{host}", keep=Latest(2)), job=ckpt.Job(timeout=20), **policies, **options
+    )
 
 
 def save(folder: str, kind: str, per_host: int) -> dict[str, int]:

@@ -53,7 +53,7 @@ def load(url: str, case: str) -> tuple[int, list[float]]:
     if case == "not handed on" and rank > 0:
         opening.Call.broadcast = lambda self, name, load: load()  # type: ignore[method-assign]
     state: dict[str, Any] = {"w": torch.zeros(40), "step": 0}
-    ckpt.load(url, state, exchange=False)
+    ckpt.load(url, state, read=ckpt.ReadOptions(exchange=False))
     assert state["step"] == 7
     return asked["index"], state["w"].tolist()
 
@@ -79,7 +79,7 @@ def save_apart(url: str) -> None:
 def load_apart(url: str) -> tuple[int, list[float], int, list[float]]:
     asked, rank = count_reads(fan=2), dist.get_rank()
     state: dict[str, Any] = {"w": torch.zeros(40), "own": ckpt.PerRank({"rank": -1, "t": torch.zeros(3)})}
-    ckpt.load(url, state, exchange=False)
+    ckpt.load(url, state, read=ckpt.ReadOptions(exchange=False))
     own = state["own"].value
     assert own["rank"] == rank
     return asked["index"], state["w"].tolist(), own["rank"], own["t"].tolist()
@@ -141,7 +141,7 @@ def load_without(url: str) -> None:
     count_reads(fan=2)
     if dist.get_rank() == 1:
         os._exit(1)
-    ckpt.load(url, {"w": torch.zeros(40), "step": 0}, timeout=4)
+    ckpt.load(url, {"w": torch.zeros(40), "step": 0}, job=ckpt.Job(timeout=4))
 
 
 @pytest.mark.alone

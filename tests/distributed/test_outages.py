@@ -60,7 +60,7 @@ def loop(folder: str, who: int, tier: str) -> tuple[list[int], list[tuple[str, i
     logging.getLogger("ckpt").addHandler(handler)
     with (
         wrap_backends(outage.wrap),
-        ckpt.Checkpointer(root, save=EverySteps(1), timeout=20, give_up_after=3, on_event=events.append, **tiers[tier]) as c,
+        ckpt.Checkpointer(root, save=EverySteps(1), job=ckpt.Job(timeout=20), give_up_after=3, on_event=events.append, **tiers[tier]) as c,
     ):
         for n in range(1, 10):
             outage.down = n in (2, 3, 5, 6, 7)
@@ -94,7 +94,7 @@ def waits(folder: str) -> None:
     rank = dist.get_rank()
     outage = Outage(lambda url: url.startswith(f"{folder}/waits"))
     with wrap_backends(outage.wrap):
-        c = ckpt.Checkpointer(f"{folder}/waits", timeout=20, give_up_after=2)
+        c = ckpt.Checkpointer(f"{folder}/waits", job=ckpt.Job(timeout=20), give_up_after=2)
         for n in (1, 2, 3):
             outage.down = n == 2 and rank == 1
             c.save(n, state_of(n))
@@ -106,7 +106,7 @@ def waits(folder: str) -> None:
             c.close()  # no training goes on that it could spare
     outage.down = True
     with wrap_backends(outage.wrap):
-        c = ckpt.Checkpointer(f"{folder}/waits", local=f"{folder}/fast", timeout=20, publish_timeout=0.0, give_up_after=2)
+        c = ckpt.Checkpointer(f"{folder}/waits", local=f"{folder}/fast", job=ckpt.Job(timeout=20), publish_timeout=0.0, give_up_after=2)
         c.save(5, state_of(5))
         c.wait()
         c.save(6, state_of(6))
@@ -114,7 +114,7 @@ def waits(folder: str) -> None:
             c.wait()
         outage.down = False
         c.close()
-    with ckpt.Checkpointer(f"{folder}/waits", timeout=20, give_up_after=9) as c:
+    with ckpt.Checkpointer(f"{folder}/waits", job=ckpt.Job(timeout=20), give_up_after=9) as c:
         assert [s.number for s in c.steps()] == [1, 3, 6]
         with pytest.raises(UsageError if rank == 1 else RankFailedError):
             c.step(7000, {"own": object() if rank == 1 else 1.0}) and c.wait()  # type: ignore[func-returns-value]

@@ -111,9 +111,9 @@ def merged(url: str, folder: str) -> tuple[int, int, float]:
     mine = full[rank * each : (rank + 1) * each]
     layout = ckpt.Layout({"dp": world}, [("flat", ckpt.Flat("dp"), ckpt.GlobalShape(FLAT)), ("*", ckpt.Replicate())])
     same = torch.arange(300_000, dtype=torch.float32)
-    report = ckpt.save(url, {"flat": mine.clone(), "same": same.clone()}, layout=layout, timeout=20)
+    report = ckpt.save(url, {"flat": mine.clone(), "same": same.clone()}, layout=layout, job=ckpt.Job(timeout=20))
     loaded = {"flat": torch.zeros_like(mine), "same": torch.zeros_like(same)}
-    received = ckpt.load(url, loaded, layout=layout, exchange=True, timeout=20).bytes_received
+    received = ckpt.load(url, loaded, layout=layout, read=ckpt.ReadOptions(exchange=True), job=ckpt.Job(timeout=20)).bytes_received
     assert torch.equal(loaded["flat"], mine) and torch.equal(loaded["same"], same)
     return report.sent_bytes, received, seconds[0]
 

@@ -89,9 +89,14 @@ def at_places(saved: Path) -> list[tuple[str, int]]:
 
 
 HANDED_OUT = [
-    pytest.param(kind, {"exchange": True, **more}, id=f"{kind}-{more or ''}", marks=pytest.mark.slow if more and kind != "rows" else ())
+    pytest.param(
+        kind,
+        {"read": ckpt.ReadOptions(exchange=True), **more},
+        id=f"{kind}-{more or ''}",
+        marks=pytest.mark.slow if more and kind != "rows" else (),
+    )
     for kind in ("whole", "rows", "columns")
-    for more in ({}, {"apart": True}, {"threads": 3})
+    for more in ({}, {"apart": True}, {"job": ckpt.Job(threads=3)})
 ]
 
 
@@ -112,4 +117,4 @@ def test_damage_in_the_storage_is_found_as_before(ranks: Ranks, saved: Path, tmp
     path, at = at_places(saved)[1]
     flip(directory / Path(path).relative_to(saved), at)
     with pytest.raises(RanksFailedError, match=r"chunk .* of tensor b is damaged: its XXH3-64 digest is"):
-        ranks.run(3, load, str(directory), [], "rows", {"exchange": True})
+        ranks.run(3, load, str(directory), [], "rows", {"read": ckpt.ReadOptions(exchange=True)})

@@ -34,10 +34,10 @@ def save_rows(url: str) -> None:
     ckpt.save(url, state(0, 1.0))
 
 
-def load_columns(url: str, **options: Any) -> ckpt.LoadReport:
+def load_columns(url: str, threads: int | None = None) -> ckpt.LoadReport:
     """Load, and compare what this rank got."""
     found = state(1, 0.0)
-    report = ckpt.load(url, found, exchange=True, timeout=8, **options)
+    report = ckpt.load(url, found, read=ckpt.ReadOptions(exchange=True), job=ckpt.Job(timeout=8, threads=threads))
     for name, wanted in state(1, 1.0).items():
         assert torch.equal(found[name].to_local(), wanted.to_local()), name
     return report
@@ -147,7 +147,7 @@ def save_rows_by_dcp(path: str) -> None:
 def load_with_a_hole(url: str, exchange: bool) -> tuple[str, str]:
     found = state(1, 0.0)
     try:
-        ckpt.load(url, found, exchange=exchange)
+        ckpt.load(url, found, read=ckpt.ReadOptions(exchange=exchange))
     except ckpt.errors.CkptError as err:
         return type(err).__name__, str(err)
     return "", ""

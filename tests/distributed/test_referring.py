@@ -46,17 +46,17 @@ def frozen_bytes(which: Trained) -> dict[str, int]:
 def save_three(root: str) -> tuple[list[Full], list[int], dict[str, int]]:
     """A whole save, one after a write on rank 1 that torch does not count, and a background save that training goes on beside."""
     which = frozen_blocks(5, "fsdp").steps(1)
-    wanted, reused = [full_state(which)], [ckpt.save(f"{root}/step-1", which.state(), reusable=True).reused_bytes]
+    wanted, reused = [full_state(which)], [ckpt.save(f"{root}/step-1", which.state(), reuse=True).reused_bytes]
     which.train()
     if dist.get_rank() == 1:
         parameter = dict(which.model.named_parameters())[CHANGED]
         assert isinstance(parameter, DTensor)
         parameter.to_local().detach().numpy()[0] += 1
-    reused.append(ckpt.save(f"{root}/step-2", which.state(), base=f"{root}/step-1").reused_bytes)
+    reused.append(ckpt.save(f"{root}/step-2", which.state(), reuse=f"{root}/step-1").reused_bytes)
     wanted.append(full_state(which))
     which.train()
     wanted.append(full_state(which))
-    handle = ckpt.save_async(f"{root}/step-3", which.state(), base=f"{root}/step-2")
+    handle = ckpt.save_async(f"{root}/step-3", which.state(), reuse=f"{root}/step-2")
     which.train()
     reused.append(handle.result().reused_bytes)
     return wanted, reused, frozen_bytes(which)
@@ -83,7 +83,7 @@ def load_and_save_two(root: str, wanted: list[Full]) -> tuple[list[list[str]], l
     reused, warnings = [], []
     for n in (4, 5):
         logging.getLogger("ckpt").addHandler(handler := Warnings())
-        reused.append(ckpt.save(f"{root}/step-{n}", which.state(), base=f"{root}/step-{n - 1}").reused_bytes)
+        reused.append(ckpt.save(f"{root}/step-{n}", which.state(), reuse=f"{root}/step-{n - 1}").reused_bytes)
         logging.getLogger("ckpt").removeHandler(handler)
         warnings.append(handler.texts)
     frozen = sum(p.numel() * p.element_size() for p in which.model.parameters() if not p.requires_grad)
@@ -130,7 +130,7 @@ def run_a_loop(root: str) -> tuple[Full, list[int]]:
     torch.manual_seed(1)
     frozen = distribute_tensor(torch.randn(9, 40), mesh, [Shard(0)])
     head = distribute_tensor(torch.randn(4, 3), mesh, [Replicate()])
-    with ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(1), reuse=True, timeout=60) as checkpointer:
+    with ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(1), reuse=True, job=ckpt.Job(timeout=60)) as checkpointer:
         for step in (1, 2, 3, 4):
             head.add_(step)
             checkpointer.save(step, {"frozen": frozen, "head": head, "own": ckpt.PerRank(torch.full((3,), float(dist.get_rank())))})
@@ -161,7 +161,7 @@ def save_trusting(root: str) -> tuple[Full, list[int]]:
 
     reuse._hash = counted
     try:
-        with ckpt.Checkpointer(root, save=EverySteps(1), reuse=TrustFrozen(hash_every=100), timeout=60) as checkpointer:
+        with ckpt.Checkpointer(root, save=EverySteps(1), reuse=TrustFrozen(hash_every=100), job=ckpt.Job(timeout=60)) as checkpointer:
             for step in (1, 2, 3, 4):
                 which.train()
                 if step == 4 and dist.get_rank() == 1:
@@ -190,7 +190,7 @@ def save_differences(root: str) -> Full:
     torch.manual_seed(3)
     rows = distribute_tensor(torch.randn(301, 200) * 0.02, mesh, [Shard(0)])
     same = distribute_tensor((torch.randn(200, 100) * 0.02).bfloat16(), mesh, [Replicate()])
-    with ckpt.Checkpointer(root, save=EverySteps(1), anchor=Anchor(every=3), timeout=60) as checkpointer:
+    with ckpt.Checkpointer(root, save=EverySteps(1), reuse=Anchor(every=3), job=ckpt.Job(timeout=60)) as checkpointer:
         for step in (1, 2, 3):
             torch.manual_seed(step)
             rows.add_(distribute_tensor(torch.randn(301, 200) * 1e-6, mesh, [Shard(0)]))
@@ -207,7 +207,7 @@ def load_columns(url: str) -> list[tuple[Full, int]]:
         mesh = mesh_of(all=dist.get_world_size())
         columns = distribute_tensor(torch.zeros(301, 200), mesh, [Shard(1)])
         same = distribute_tensor(torch.zeros(200, 100, dtype=torch.bfloat16), mesh, [Replicate()])
-        report = ckpt.load(url, {"rows": columns, "same": same}, exchange=exchange)
+        report = ckpt.load(url, {"rows": columns, "same": same}, read=ckpt.ReadOptions(exchange=exchange))
         results.append(({"rows": columns.full_tensor(), "same": same.full_tensor()}, report.bytes_read))
     return results
 
@@ -252,7 +252,7 @@ def save_and_count(root: str) -> list[tuple[int, Counter[str]]]:
         for step in (2, 3, 4):
             reads.clear()
             state = {"rows": rows, "same": same, "step": step}
-            report = ckpt.save_async(f"{root}/step-{step}", state, base=f"{root}/step-{step - 1}").result()
+            report = ckpt.save_async(f"{root}/step-{step}", state, reuse=f"{root}/step-{step - 1}").result()
             kinds = Counter(path.rpartition("/")[2].partition(".")[2] for url, path in reads if url != f"step-{step}")
             saves.append((report.reused_bytes, kinds))
             dist.barrier()
@@ -275,11 +275,11 @@ def test_one_rank_opens_a_base_that_none_knows_and_none_opens_one_that_they_save
 def save_first(url: str) -> None:
     mesh = mesh_of(all=dist.get_world_size())
     rows = distribute_tensor(torch.arange(800.0).reshape(80, 10), mesh, [Shard(0)])
-    ckpt.save(url, {"rows": rows, "same": torch.arange(9000.0), "step": 1}, reusable=True)
+    ckpt.save(url, {"rows": rows, "same": torch.arange(9000.0), "step": 1}, reuse=True)
 
 
 def save_replicas(url: str, base: str | None = None) -> int:
-    return ckpt.save(url, {name: torch.full((9000,), float(ord(name))) for name in "abc"}, base=base, reusable=True).reused_bytes
+    return ckpt.save(url, {name: torch.full((9000,), float(ord(name))) for name in "abc"}, reuse=base or True).reused_bytes
 
 
 def test_fewer_ranks_refer_to_files_of_ranks_that_they_have_not(ranks: Ranks, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def _replaced_between(root: str, times: int) -> Any:
         loading.open_catalog = hooked  # type: ignore[assignment]
         state = {"w": torch.zeros(64), "n": -1}
         try:
-            ckpt.load(root, state, timeout=20)
+            ckpt.load(root, state, job=ckpt.Job(timeout=20))
         except ConsistencyError as err:
             return str(err)
         return state["n"], state["w"].tolist()

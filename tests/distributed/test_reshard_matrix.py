@@ -140,7 +140,7 @@ def load_all(target: str, sources: Sequence[tuple[str, str]]) -> dict[tuple[str,
 def load_one(target: str, which: Trained, at: Mapping[str, Place], source: Source, mode: str) -> list[str]:
     rank, world = rank_and_world()
     state = {**which.state(), "step": 0, "done": None, "rank": ckpt.PerRank(None, reshard=pick)}
-    report = ckpt.load(source.url, state, layout=which.layout, exchange=True if mode == "new" else None)
+    report = ckpt.load(source.url, state, layout=which.layout, read=ckpt.ReadOptions(exchange=True if mode == "new" else None))
     problems = differences(full_state(which), source.full) if which.parts else differences_here(which, at, source.full)
     problems += [f"options of {n}: {o} is not {source.options[n]}" for n, o in options(which).items() if o != source.options[n]]
     if (state["step"], state["done"]) != (STEPS, (source.layout, 1.5, None)):

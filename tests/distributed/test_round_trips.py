@@ -49,7 +49,7 @@ def save_and_load(folder: str, port: int, most: int) -> dict[str, list[float]]:
             if what == "save":
                 ckpt.save(f"{folder}/{number}", state, layout=layout)
             else:
-                ckpt.load(f"{folder}/{number}", state, layout=layout, exchange=what != "load")
+                ckpt.load(f"{folder}/{number}", state, layout=layout, read=ckpt.ReadOptions(exchange=what != "load"))
             measured.append(round((time.monotonic() - began) / ROUND_TRIP, 1))
             assert state["version"] == number and state["rows"].unique().tolist() == [float(number)]
             least = torch.tensor(min(measured[1:], default=float("inf")))

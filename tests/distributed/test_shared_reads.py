@@ -80,10 +80,10 @@ def load_in(url: str, kind: str, options: dict[str, Any]) -> tuple[list[str], ck
     return wrong, report
 
 
-ALL = {"exchange": True, "pieces": True}
+ALL = {"read": ckpt.ReadOptions(exchange=True), "pieces": True}
 
 
-EACH: list[dict[str, Any]] = [{}, ALL, ALL | {"apart": True}, ALL | {"threads": 4, "apart": True}]
+EACH: list[dict[str, Any]] = [{}, ALL, ALL | {"apart": True}, ALL | {"job": ckpt.Job(threads=4), "apart": True}]
 """One after another in one process, in which small pieces and being apart stay."""
 
 
@@ -150,13 +150,13 @@ def load_large(url: str, dim: int, verify: str, where: str) -> tuple[int, int, i
         SharedReadReceiver.slot = slowly  # type: ignore[method-assign]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {f"w{i}": distribute_tensor(torch.ones(MANY), mesh, [Shard(dim)]) for i in range(3)}
-    ckpt.load(url, state, verify="off", exchange=False)  # imports
+    ckpt.load(url, state, read=ckpt.ReadOptions(verify="off", exchange=False))  # imports
     for t in state.values():
         t.to_local().zero_()
     Path("/proc/self/clear_refs").write_text("5")
     before = _resident("VmRSS")
     exchange = True if where == "slow" else None
-    report = ckpt.load(url, state, verify=verify, exchange=exchange)  # type: ignore[arg-type]
+    report = ckpt.load(url, state, read=ckpt.ReadOptions(verify=verify, exchange=exchange))  # type: ignore[arg-type]
     took = _resident("VmHWM") - before
     full = torch.arange(MANY[0] * MANY[1], dtype=torch.float32).view(MANY)
     for i in range(3):
@@ -195,7 +195,7 @@ def test_a_slow_rank_holds_up_the_others(ranks: Ranks, tmp_path: Path) -> None:
 def load_damaged(url: str) -> tuple[str, str]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     try:
-        ckpt.load(url, {f"w{i}": distribute_tensor(torch.ones(MANY), mesh, [Shard(1)]) for i in range(3)}, timeout=20)
+        ckpt.load(url, {f"w{i}": distribute_tensor(torch.ones(MANY), mesh, [Shard(1)]) for i in range(3)}, job=ckpt.Job(timeout=20))
     except ckpt.errors.CkptError as err:
         return type(err).__name__, str(err)
     return "", ""
@@ -222,7 +222,7 @@ def load_without_collector(url: str, threads: int) -> list[str]:
     in_small_pieces()
     gc.collect()
     gc.disable()
-    ckpt.load(url, state, exchange=True, threads=threads)
+    ckpt.load(url, state, read=ckpt.ReadOptions(exchange=True), job=ckpt.Job(threads=threads))
     return [name for o in gc.get_objects() if (name := type(o).__name__) in ("ReadExchange", "SlotPool", "SharedReads", "Exchange")]
 
 

@@ -68,12 +68,12 @@ def train(
     """Go on, and save every step; what this rank saw. Rank r runs on ``nodes[r]``, whose disk is a folder of its own."""
     node = nodes[dist.get_rank()]
     socket.gethostname = lambda: f"node{node}"
-    local = ckpt.NodeLocal(f"{folder}/node{node}", copies=None if parity else copies, parity=parity)
+    local = ckpt.NodeLocal(f"{folder}/node{node}", copies=None if parity else copies, parity=parity, keep=Latest(2))
     at_root = f"{folder}/{root}"
-    policies: Any = {"save": EverySteps(1), "keep": Latest(3), "local_keep": Latest(2)}
+    policies: Any = {"save": EverySteps(1), "keep": Latest(3)}
     with (
         wrap_backends(lambda b: NoData(b) if no_root and b.url.startswith(at_root) else b),
-        ckpt.Checkpointer(at_root, local=local, timeout=20, **policies) as c,
+        ckpt.Checkpointer(at_root, local=local, job=ckpt.Job(timeout=20), **policies) as c,
     ):
         state = state_of(-1, dim)
         start = c.restore(state)
@@ -195,7 +195,7 @@ def badly_set_up(folder: str, how: str) -> str:
     local = ckpt.NodeLocal(f"{folder}/local{rank if how == 'names' else ''}")
     if how == "names":
         rendezvous.real_url = lambda url: f"{folder}/local"  # on each machine its own
-    with pytest.raises(UsageError) as error, ckpt.Checkpointer(f"{folder}/root", local=local, timeout=10) as c:
+    with pytest.raises(UsageError) as error, ckpt.Checkpointer(f"{folder}/root", local=local, job=ckpt.Job(timeout=10)) as c:
         c.restore({})
     return str(error.value)
 

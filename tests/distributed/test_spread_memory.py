@@ -51,7 +51,7 @@ def train(
             complete.append(event.step)
 
     memory = ckpt.Memory(parity=parity)
-    with ckpt.Checkpointer(f"{folder}/{root}", memory=memory, save=EverySteps(10), timeout=20, on_event=on_event) as c:
+    with ckpt.Checkpointer(f"{folder}/{root}", memory=memory, save=EverySteps(10), job=ckpt.Job(timeout=20), on_event=on_event) as c:
         state = state_of(-1, dim)
         start = c.restore(state)
         if start is not None:
@@ -164,7 +164,7 @@ def three_steps(folder: str) -> tuple[list[int | None], list[str | None]]:
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon"
     events: list[ckpt.monitors.Event] = []
     memory = ckpt.Memory(keep=3, copies=0)
-    with ckpt.Checkpointer(f"{folder}/root", memory=memory, save=EverySteps(10), timeout=20, on_event=events.append) as c:
+    with ckpt.Checkpointer(f"{folder}/root", memory=memory, save=EverySteps(10), job=ckpt.Job(timeout=20), on_event=events.append) as c:
         for n in range(1, 4):
             c.step(n, state_of(n, 0))
     return [s.number for s in ckpt.list_steps(f"{folder}/root")], [e.reason for e in events if e.kind == "alert"]
@@ -190,7 +190,7 @@ def one_published_one_not(folder: str) -> None:
 def on_machine(folder: str, machine: int, **options: Any) -> ckpt.Checkpointer:
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
-    return ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), timeout=20, **options)
+    return ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), job=ckpt.Job(timeout=20), **options)
 
 
 def restore_on(folder: str, machines: Sequence[int]) -> tuple[int | None, dict[str, int]]:

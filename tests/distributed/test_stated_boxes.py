@@ -135,8 +135,8 @@ def goes_round(url: str, saved_on: int) -> list[str]:
     world = dist.get_world_size()
     state, problems = state_of(world), []
     if world == saved_on:
-        ckpt.save(f"{url}/step-1", state, reusable=True)
-        ckpt.save_async(f"{url}/step-2", state, base=f"{url}/step-1").result()
+        ckpt.save(f"{url}/step-1", state, reuse=True)
+        ckpt.save_async(f"{url}/step-2", state, reuse=f"{url}/step-1").result()
     again = state_of(world, fill=-7.0)
     for step in (1, 2):
         ckpt.load(f"{url}/step-{step}", again)
@@ -188,7 +188,7 @@ def refused(root: str) -> list[str]:
     texts = []
     for i, make in enumerate(states):
         try:
-            ckpt.save(f"{root}/{i}", {"w": make()}, timeout=20)
+            ckpt.save(f"{root}/{i}", {"w": make()}, job=ckpt.Job(timeout=20))
             texts.append("saved")
         except CkptError as err:
             texts.append(f"{type(err).__name__}: {err}")

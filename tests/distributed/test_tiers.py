@@ -64,7 +64,7 @@ def train(folder: str, steps: range, dies: bool = False, away: range = range(0),
     made: list[str] = []
     rank = dist.get_rank()
     with wrap_backends(lambda b: Watched(b, made, gone, dies and rank == 1) if b.url.startswith(root) else b):
-        with ckpt.Checkpointer(root, local=local, save=EverySteps(1), keep=Latest(3), timeout=6 if dies else 20) as c:
+        with ckpt.Checkpointer(root, local=local, save=EverySteps(1), keep=Latest(3), job=ckpt.Job(timeout=6 if dies else 20)) as c:
             state = state_of(-1)
             start = c.restore(state)
             if start is not None:
@@ -140,7 +140,7 @@ def test_the_root_is_away_for_one_rank_for_a_while(ranks: Ranks, tmp_path: Path,
 def not_shared(folder: str, first: str) -> str:
     """Each rank has a directory of its own, as on nodes with a disk each."""
     tier_chain.LOOK = 0.5
-    c = ckpt.Checkpointer(f"{folder}/root", local=f"{folder}/local-{dist.get_rank()}", timeout=20)
+    c = ckpt.Checkpointer(f"{folder}/root", local=f"{folder}/local-{dist.get_rank()}", job=ckpt.Job(timeout=20))
     call = partial(c.restore, state_of(0)) if first == "restore" else partial(c.save, 1, state_of(1))
     with pytest.raises(UsageError, match=r"not the same directory on all ranks: rank 1") as raised:
         call()
@@ -156,7 +156,9 @@ def test_disks_that_ranks_do_not_share_are_refused(ranks: Ranks, tmp_path: Path,
 
 
 def preempted(folder: str) -> tuple[bool, list[int | None]]:
-    with ckpt.Checkpointer(f"{folder}/root", local=f"{folder}/local", save=EverySteps(1000) | OnPreemption(), timeout=20) as c:
+    with ckpt.Checkpointer(
+        f"{folder}/root", local=f"{folder}/local", save=EverySteps(1000) | OnPreemption(), job=ckpt.Job(timeout=20)
+    ) as c:
         for n in range(1, 200):
             dist.all_reduce(torch.ones(1))
             if n == 5 and dist.get_rank() == 1:

@@ -46,7 +46,7 @@ def save_slowly(folder: str) -> None:
     rank = dist.get_rank()
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
     with wrap_backends(SlowWrites().wrap):
-        ckpt.save(f"{folder}/run/step-1", {"own": ckpt.PerRank(torch.full((16 * MIB,), float(rank)))}, threads=1)
+        ckpt.save(f"{folder}/run/step-1", {"own": ckpt.PerRank(torch.full((16 * MIB,), float(rank)))}, job=ckpt.Job(threads=1))
     dist.barrier()
     end = time.monotonic() + 30
     while rank == 2 and not Path(folder, "seen").exists() and time.monotonic() < end:
@@ -136,10 +136,10 @@ def save_with_a_wrong_setting(folder: str) -> None:
     for save in (ckpt.save, ckpt.save_async):
         began = time.monotonic()
         with pytest.raises(ckpt.errors.UsageError, match="soon"):
-            save(f"{folder}/a", {"x": torch.zeros(4)}, timeout=20)
+            save(f"{folder}/a", {"x": torch.zeros(4)}, job=ckpt.Job(timeout=20))
         assert time.monotonic() - began < 5
     del os.environ["CKPT_PROGRESS"]
-    ckpt.save(f"{folder}/b", {"x": torch.zeros(4)}, timeout=20)
+    ckpt.save(f"{folder}/b", {"x": torch.zeros(4)}, job=ckpt.Job(timeout=20))
 
 
 def test_a_wrong_setting_fails_on_all_ranks_at_once(ranks: Ranks, tmp_path: Path) -> None:

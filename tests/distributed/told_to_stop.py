@@ -15,7 +15,7 @@ from ckpt.policies import AtSteps, OnPreemption
 def main(run: str) -> int:
     dist.init_process_group("gloo")
     state = {"x": torch.zeros(1000), "rank": ckpt.PerRank(dist.get_rank())}
-    with ckpt.Checkpointer(run, save=AtSteps(7) | OnPreemption(), timeout=30) as c:
+    with ckpt.Checkpointer(run, save=AtSteps(7) | OnPreemption(), job=ckpt.Job(timeout=30)) as c:
         for step in range(1, 3000):
             part = torch.full((1000,), float(step))
             dist.all_reduce(part)

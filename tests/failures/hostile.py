@@ -20,7 +20,7 @@ SECONDS = 10.0
 
 def loaded(url: str) -> dict[str, bytes]:
     target = rich.target()
-    ckpt.load(url, target, threads=1)
+    ckpt.load(url, target, job=ckpt.Job(threads=1))
     return {name: raw(tensor) for name, tensor in rich.tensors_of(target).items()}
 
 

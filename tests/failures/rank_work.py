@@ -172,17 +172,17 @@ def _call(case: Case, url: str, rank: int, hook: Hook) -> int | None:
     if case.kind == "save":
         target = whole(state(NEW, rank, case.size), hook, case.big)
         wrong = hook.actor is not None and hook.actor.trouble is not None and hook.actor.trouble.at == "wrong type"
-        ckpt.save(url, list(target) if wrong else target, layout=layout(case.size), timeout=DEADLINE)  # type: ignore[arg-type]
+        ckpt.save(url, list(target) if wrong else target, layout=layout(case.size), job=ckpt.Job(timeout=DEADLINE))  # type: ignore[arg-type]
         return None
     target = whole(blank(), hook, case.big)
-    ckpt.load(url, target, timeout=DEADLINE)
+    ckpt.load(url, target, job=ckpt.Job(timeout=DEADLINE))
     return number_of(target)
 
 
 def _again(case: Case, url: str, rank: int, done: Outcome) -> Outcome:
     again = None
     try:
-        ckpt.save(url, whole(state(AGAIN, rank, case.size), Hook(), case.big), layout=layout(case.size), timeout=DEADLINE)
+        ckpt.save(url, whole(state(AGAIN, rank, case.size), Hook(), case.big), layout=layout(case.size), job=ckpt.Job(timeout=DEADLINE))
     except (CkptError, RuntimeError) as err:
         again = repr(err)
     return Outcome(**(done.__dict__ | {"again": again}))

@@ -112,11 +112,11 @@ def tensors_of(loaded: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _load(url: str) -> None:
-    ckpt.load(url, target(), threads=1)
+    ckpt.load(url, target(), job=ckpt.Job(threads=1))
 
 
 def _load_a_part(url: str) -> None:
-    ckpt.load(url, target(), strict=False, verify="partial", cast=True, threads=1)
+    ckpt.load(url, target(), strict=False, read=ckpt.ReadOptions(verify="partial"), cast=True, job=ckpt.Job(threads=1))
 
 
 def _read(url: str) -> None:

@@ -117,7 +117,7 @@ def die(url: str, who: int, at: str) -> tuple[str, float]:
     dist.barrier()
     began = time.monotonic()
     with wrap_backends(Dying().wrap):
-        handle = ckpt.save_async(url, state(2.0) | own, timeout=4.0)
+        handle = ckpt.save_async(url, state(2.0) | own, job=ckpt.Job(timeout=4.0))
         try:
             handle.result(50)
         except CkptError as err:

@@ -39,7 +39,7 @@ def save(url: str, number: int, fault: Fault | None = None, threads: int = 1) ->
     process = FaultyProcess(fault)
     try:
         with wrap_backends(process.wrap):
-            ckpt.save(url, state(number), threads=threads)
+            ckpt.save(url, state(number), job=ckpt.Job(threads=threads))
     except (ckpt.CkptError, SimulatedCrash) as err:
         return err, process
     return None, process
@@ -171,7 +171,7 @@ def test_a_load_that_fails_raises_and_the_next_one_works(root: str, kind: str) -
     for n, what in enumerate(counted.log):
         process = FaultyProcess(Fault(at=n, kind=kind))  # type: ignore[arg-type]
         with wrap_backends(process.wrap), pytest.raises(ERRORS[kind]) as caught:
-            stored(url, threads=1)
+            stored(url, job=ckpt.Job(threads=1))
         if what.startswith("read_into"):
             assert "partly overwritten" in str(caught.value) or kind == "crash"
         assert stored(url) == NEW
@@ -205,7 +205,7 @@ def test_two_saves_at_once_never_make_one_checkpoint(root: str) -> None:
         process = Interrupted(n, lambda url=url: ckpt.save(url, state(LATER)))  # type: ignore[misc]
         with wrap_backends(process.wrap):
             try:
-                ckpt.save(url, state(NEW), threads=1)
+                ckpt.save(url, state(NEW), job=ckpt.Job(threads=1))
                 error = None
             except StorageError as err:
                 error = err

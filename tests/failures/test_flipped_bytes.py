@@ -51,7 +51,7 @@ def undetected(copy: Copy, path: str, numbers: Iterable[int], load: Callable[[st
 
 
 def load(url: str) -> None:
-    ckpt.load(url, blank(), threads=1)
+    ckpt.load(url, blank(), job=ckpt.Job(threads=1))
 
 
 def test_the_loads_below_see_what_they_should(copy: Copy) -> None:

@@ -60,7 +60,7 @@ def test_no_restore_goes_back_a_step(tmp_path: Path, caplog: pytest.LogCaptureFi
         flipping = Flip(str(file), at, chance.randrange(8))
         target = blank()
         with wrap_backends(flipping.wrap), ckpt.Checkpointer(run) as checkpointer:
-            restored[checkpointer.restore(target, threads=1 + number % 3)] += 1
+            restored[checkpointer.restore(target, job=ckpt.Job(threads=1 + number % 3))] += 1
         assert flipping.happened == 1, f"byte {at} of {file} was not read"
         assert number_of(target) == 2
     assert restored == {2: rounds}

@@ -73,7 +73,7 @@ def many_saves(root: str, saves: int, warm: int, by_clock: bool) -> tuple[Used, 
     used(root)  # asking takes memory too
     found = []
     made = n = 0
-    with ckpt.Checkpointer(root, save=save, keep=Latest(2), timeout=60) as c:
+    with ckpt.Checkpointer(root, save=save, keep=Latest(2), job=ckpt.Job(timeout=60)) as c:
         while made < saves:
             n += 1
             model(torch.ones(2, 64)).sum().backward()

@@ -62,7 +62,7 @@ class Loop:
 
 
 def checkpointer(root: Path) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(str(root), save=EverySteps(2), keep=Latest(2), timeout=20)
+    return ckpt.Checkpointer(str(root), save=EverySteps(2), keep=Latest(2), job=ckpt.Job(timeout=20))
 
 
 def spoilt(loop: Loop, spoil: Callable[[], object], mend: Callable[[], object], error: type[CkptError]) -> None:

@@ -86,7 +86,7 @@ def same(found: State, wanted: State) -> bool:
 
 def loaded(url: Path, like: State, verify: Literal["full", "off"] = "full") -> State:
     into = {n: torch.full_like(t.float(), 7).to(t.dtype) for n, t in like.items()}
-    ckpt.load(url, into, verify=verify)
+    ckpt.load(url, into, read=ckpt.ReadOptions(verify=verify))
     return into
 
 

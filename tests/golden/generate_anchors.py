@@ -31,7 +31,7 @@ def main(name: str) -> None:
     ckpt.save(HERE / name / "step-1", state, codec="xor-planes-zstd")
     for key, tensor in tensors(2).items():
         state[key].copy_(tensor) if key != "same" else None
-    ckpt.save(HERE / name / "step-2", state, codec="xor-planes-zstd", base=HERE / name / "step-1")
+    ckpt.save(HERE / name / "step-2", state, codec="xor-planes-zstd", reuse=HERE / name / "step-1")
     for spans in (HERE / name).glob("*/index-*/spans.json"):
         spans.unlink()
 

@@ -22,7 +22,7 @@ def state(member: str, step: int) -> dict[str, Any]:
 
 
 def write(root: str, member: str) -> None:
-    with ckpt.Checkpointer(root, member=member, members=MEMBERS, timeout=60) as c:
+    with ckpt.Checkpointer(root, member=ckpt.Member(member, of=MEMBERS), job=ckpt.Job(timeout=60)) as c:
         c.restore(state(member, 0))
         for step in (1, 2):
             c.save(step, state(member, step))

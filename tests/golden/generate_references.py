@@ -31,8 +31,7 @@ def main(name: str) -> None:
     state = tensors(1)
     for step, codec in CODECS.items():
         state["trained"].fill_(step)
-        base = {"base": HERE / name / f"step-{step - 1}"} if step > 1 else {"reusable": True}
-        ckpt.save(HERE / name / f"step-{step}", state, codec=codec, **base)
+        ckpt.save(HERE / name / f"step-{step}", state, codec=codec, reuse=step == 1 or HERE / name / f"step-{step - 1}")
         for spans in (HERE / name).glob("*/index-*/spans.json"):
             spans.unlink()
 

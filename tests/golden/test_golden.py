@@ -151,7 +151,7 @@ def test_the_members_of_the_golden_run_go_on_from_its_last_step(tmp_path: Path) 
 
     def restored(member: str) -> int | None:
         state = joint.state(member, 0)
-        with ckpt.Checkpointer(root, member=member, members=joint.MEMBERS, timeout=60) as c:
+        with ckpt.Checkpointer(root, member=ckpt.Member(member, of=joint.MEMBERS), job=ckpt.Job(timeout=60)) as c:
             step = c.restore(state)
         right = joint.state(member, 2)
         assert torch.equal(state.pop("own"), right.pop("own")) and state == right

@@ -13,6 +13,7 @@ import torch
 from ray import train
 from ray.train.torch import TorchConfig, TorchTrainer
 
+import ckpt
 from ckpt.integrations.ray_train import RayCheckpointer
 from ckpt.policies import EverySteps
 
@@ -26,7 +27,7 @@ def loop(config: dict[str, Any]) -> None:
     if config["preempted"]:  # as Ray says it on a cluster whose node is drained
         info = train.PreemptionInfo(deadline_ms=None, preempted_node_to_ranks={"node": [1]})
         train.get_preemption_info = lambda: info
-    with RayCheckpointer(config["root"], save=EverySteps(3), look_every=1 if config["preempted"] else 2, timeout=60) as c:
+    with RayCheckpointer(config["root"], save=EverySteps(3), look_every=1 if config["preempted"] else 2, job=ckpt.Job(timeout=60)) as c:
         start = c.restore(state)
         for n in range(1 if start is None else start + 1, config["steps"] + 1):
             model(torch.full((2, 4), float(n))).square().mean().backward()

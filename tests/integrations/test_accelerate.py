@@ -115,7 +115,7 @@ def hooks_fail_on_one_rank(folder: str) -> list[str]:
     torch.manual_seed(0)
     job = Job(Path(folder))
     accelerator, errors = job.accelerator, []
-    checkpoints = use(accelerator, timeout=100)
+    checkpoints = use(accelerator, job=ckpt.Job(timeout=100))
 
     def fail(*_: Any) -> None:
         raise OSError("no room for the configuration")

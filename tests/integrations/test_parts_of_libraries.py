@@ -67,10 +67,10 @@ def test_a_whole_model_with_an_adapter_is_written_once(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     train(model, optimizer, 1)
     state = {"model": model, "optimizer": optimizer}
-    ckpt.save(tmp_path / "step-1", state, reusable=True)
+    ckpt.save(tmp_path / "step-1", state, reuse=True)
     train(model, optimizer, 2)
     frozen = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    assert ckpt.save(tmp_path / "step-2", state, base=tmp_path / "step-1").reused_bytes >= frozen
+    assert ckpt.save(tmp_path / "step-2", state, reuse=tmp_path / "step-1").reused_bytes >= frozen
     stored = oracle.read(tmp_path / "step-2")
     assert all(stored[f"model.{name}"][2] == p.detach().numpy().tobytes() for name, p in model.named_parameters())
 

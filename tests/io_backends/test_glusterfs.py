@@ -59,7 +59,7 @@ def test_a_large_save(mounted: Path, monkeypatch: pytest.MonkeyPatch, caplog: py
     caplog.set_level(logging.WARNING)
     state = {f"w{i}": torch.full((2_000_003 + i,), float(i)) for i in range(9)} | {"big": torch.arange(6_000_001.0)}
     url = f"{mounted}/{mode}"
-    ckpt.save(url, state, threads=4)
+    ckpt.save(url, state, job=ckpt.Job(threads=4))
     found = {name: torch.zeros_like(t) for name, t in state.items()}
     ckpt.load(url, found)
     assert all(torch.equal(found[name], t) for name, t in state.items())

@@ -123,11 +123,10 @@ def trainer(way: str, root: Path, end: Connection, log: Path, out: Path) -> None
         if way == "ckpt":
             options: dict[str, Any] = {
                 "keep": Latest(2),
-                "timeout": 60,
-                "run_log": False,
+                "job": ckpt.Job(timeout=60),
                 "alerts": False,
             }
-            c = stack.enter_context(ckpt.Checkpointer(str(root), member="trainer", members=MEMBERS, **options))
+            c = stack.enter_context(ckpt.Checkpointer(str(root), member=ckpt.Member("trainer", of=MEMBERS), **options))
             n = c.restore({"used": used}) or 0
         else:
             n = newest(root, "trainer_") if way == "alone" else newest_common(way, root)
@@ -178,8 +177,8 @@ def rollouts(way: str, root: Path, end: Connection, log: Path, seed: int) -> Non
     rolls = Rollouts(from_inflight if way == "ckpt" else loader.take, seed)
     with ExitStack() as stack:
         if way == "ckpt":
-            options: dict[str, Any] = {"timeout": 60, "run_log": False, "alerts": False}
-            c = stack.enter_context(ckpt.Checkpointer(str(root), member="rollouts", members=MEMBERS, **options))
+            options: dict[str, Any] = {"job": ckpt.Job(timeout=60), "alerts": False}
+            c = stack.enter_context(ckpt.Checkpointer(str(root), member=ckpt.Member("rollouts", of=MEMBERS), **options))
             state: dict[str, Any] = {"work": work, "buffer": rolls.buffer}
             n = c.restore(state) or 0
             rolls.buffer = state["buffer"]

@@ -33,7 +33,7 @@ import ckpt
 from ckpt.policies import Latest
 root, name, first, last = sys.argv[1:3] + [int(n) for n in sys.argv[3:]]
 state = {"w": np.zeros(3, np.int64), "name": name}
-with ckpt.Checkpointer(root, member=name, members=("trainer", "buffer"), timeout=60, keep=Latest(2)) as c:
+with ckpt.Checkpointer(root, member=ckpt.Member(name, of=("trainer", "buffer")), job=ckpt.Job(timeout=60), keep=Latest(2)) as c:
     start = c.restore(state)
     assert state["name"] == name and set(state["w"].tolist()) == {start or 0}
     for n in range(first, last + 1):

@@ -36,7 +36,7 @@ PRELOAD = ["torch", "pyarrow.ipc", "safetensors.torch", "ckpt.api", "ckpt.runs.c
 def member(root: str, name: str, last: int, every: int, seconds: float, out: str) -> None:
     """One job: it counts, saves every few steps, and notes what it restored and how it ended."""
     state = {"sum": torch.zeros(1000, dtype=torch.int64), "step": 0, "name": name}
-    with open(out, "a") as log, ckpt.Checkpointer(root, member=name, members=NAMES, timeout=60, keep=Latest(2)) as c:
+    with open(out, "a") as log, ckpt.Checkpointer(root, member=ckpt.Member(name, of=NAMES), job=ckpt.Job(timeout=60), keep=Latest(2)) as c:
         start = c.restore(state) or 0
         right = bool(state["sum"].eq(start * (start + 1) // 2).all()) and state["step"] == start and state["name"] == name
         print(json.dumps({"restored": start, "right": right}), file=log, flush=True)
@@ -160,7 +160,7 @@ def send(job: Job, number: signal.Signals) -> None:
 
 
 def one_member(root: str, name: str = "trainer", names: tuple[str, ...] = ("trainer",), **options: Any) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(root, member=name, members=names, timeout=options.pop("timeout", 20), **options)
+    return ckpt.Checkpointer(root, member=ckpt.Member(name, of=names), job=ckpt.Job(timeout=options.pop("timeout", 20)), **options)
 
 
 def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -> None:
@@ -204,7 +204,7 @@ def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none
             alone.save(n, state)
         alone.wait()
     assert [(s.number, [*s.members]) for s in list_steps(root) if s.number != 3] == [(1, ["trainer"]), (2, ["trainer"]), (5, [])]
-    assert [ckpt.load(f"{root}/step-0000000{n}", state, member="trainer").bytes_needed for n in (1, 2)] == [12, 12]
+    assert [ckpt.load(ckpt.open(f"{root}/step-0000000{n}", member="trainer").url, state).bytes_needed for n in (1, 2)] == [12, 12]
 
 
 def test_a_member_that_restores_again_is_asked_for_lower_steps_too(root: str) -> None:
@@ -302,7 +302,7 @@ def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> 
 import ckpt, time
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
-c = ckpt.Checkpointer({root!r}, member="judge", members=("trainer", "judge"), timeout=60)
+c = ckpt.Checkpointer({root!r}, member=ckpt.Member("judge", of=("trainer", "judge")), job=ckpt.Job(timeout=60))
 print(c.restore({{"w": 0}}, members=MemberChanges(added=["judge"])), flush=True)
 """
     judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

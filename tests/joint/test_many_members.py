@@ -30,7 +30,7 @@ class Member:
 
     def __init__(self, root: str, name: str, names: tuple[str, ...]) -> None:
         self.name, self.state = name, {"w": np.zeros(3, np.int64), "name": name}
-        self.checkpointer = ckpt.Checkpointer(root, member=name, members=names, timeout=300, keep=Latest(2))
+        self.checkpointer = ckpt.Checkpointer(root, member=ckpt.Member(name, of=names), job=ckpt.Job(timeout=300), keep=Latest(2))
         assert self.checkpointer._joint is not None
         self.run, self._counts = self.checkpointer._joint._run, FaultyProcess()
         self.run._backend = FaultyBackend(self.run._backend, process=self._counts)

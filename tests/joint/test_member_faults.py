@@ -164,7 +164,7 @@ def test_a_member_whose_storage_is_cut_off_while_it_restores(when: Callable[[str
 def frozen_member(root: str, moment: str, out: str) -> None:
     """The member ``buffer``: it stops itself once, after it has learned what to load or after it has loaded it."""
     state = {"w": np.zeros(3, np.int64), "name": "buffer"}
-    with ckpt.Checkpointer(root, member="buffer", members=NAMES, timeout=60) as c:
+    with ckpt.Checkpointer(root, member=ckpt.Member("buffer", of=NAMES), job=ckpt.Job(timeout=60)) as c:
         assert c._joint is not None
         run = c._joint._run
         join, loaded, stopped = run.join, run.loaded, list[bool]()

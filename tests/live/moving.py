@@ -136,11 +136,11 @@ def by_storage(bed: Bed, pair: Pair, old: Made | None, new: Made | None) -> None
         dist.broadcast_object_list(folder, 0, group=union)
     if old is not None:
         group = bed.groups[0, LAYOUTS[pair.source].world]
-        ckpt.save(f"{folder[0]}/c", old.state, layout=old.layout, process_group=group, timeout=20)
+        ckpt.save(f"{folder[0]}/c", old.state, layout=old.layout, job=ckpt.Job(process_group=group, timeout=20))
     dist.barrier(union)
     if new is not None:
         group = bed.groups[pair.first, LAYOUTS[pair.target].world]
-        ckpt.load(f"{folder[0]}/c", new.state, layout=new.layout, process_group=group, timeout=20)
+        ckpt.load(f"{folder[0]}/c", new.state, layout=new.layout, job=ckpt.Job(process_group=group, timeout=20))
     dist.barrier(union)
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])

@@ -32,7 +32,7 @@ def state_of(n: int) -> dict[str, Any]:
 def begin(folder: str) -> ckpt.Checkpointer:
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/{os.uname().nodename}"
     layout = Layout({"dp": int(os.environ["WORLD_SIZE"])}, [("w", Shard(0, "dp")), ("*", Replicate())])
-    return ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), save=EverySteps(100), timeout=TIMEOUT, layout=layout)
+    return ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(), save=EverySteps(100), job=ckpt.Job(timeout=TIMEOUT), layout=layout)
 
 
 def save_twice(folder: str) -> tuple[bool, tuple[int, ...], float]:

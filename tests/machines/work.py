@@ -43,7 +43,7 @@ def run(tasks: list[Task]) -> list[str]:
 def train(root: str, timeout: float, seconds: float) -> int:
     """Steps of training for so many seconds, with a policy for which ranks talk to each other all the time; then a save."""
     state = {"same": torch.ones(1000)}
-    with ckpt.Checkpointer(root, save=OnPreemption(), timeout=timeout) as checkpointer:
+    with ckpt.Checkpointer(root, save=OnPreemption(), job=ckpt.Job(timeout=timeout)) as checkpointer:
         end, step = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             step += 1
@@ -59,12 +59,12 @@ def _do(task: Task) -> str:
     rules = [("rows", Shard(0, "dp")), ("flat", Flat("dp"), GlobalShape(FLAT)), ("*", Replicate())]
     layout = Layout({"dp": world}, rules)
     if task.do == "save":
-        ckpt.save(task.url, state, layout=layout, timeout=task.timeout)
+        ckpt.save(task.url, state, layout=layout, job=ckpt.Job(timeout=task.timeout))
     elif task.do == "save_async":
-        ckpt.save_async(task.url, state, layout=layout, timeout=task.timeout).result()
+        ckpt.save_async(task.url, state, layout=layout, job=ckpt.Job(timeout=task.timeout)).result()
     else:
-        options: dict[str, Any] = {"exchange": True} if task.exchange else {}
-        ckpt.load(task.url, state, layout=layout, timeout=task.timeout, **options)
+        options: dict[str, Any] = {"read": ckpt.ReadOptions(exchange=True)} if task.exchange else {}
+        ckpt.load(task.url, state, layout=layout, job=ckpt.Job(timeout=task.timeout), **options)
         wanted = _state(task.version, rank, world)
         wrong = [name for name in ("rows", "flat", "same") if not torch.equal(state[name], wanted[name])]
         if wrong or state["version"] != task.version:

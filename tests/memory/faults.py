@@ -113,7 +113,7 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | N
         if fault is not None and fault.machine == machine:
             arm(fault, client.connect().status()["pid"])
         try:
-            saves = {"save": EverySteps(3), "keep": Latest(2), "timeout": TIMEOUT, "publish_timeout": 1.0}
+            saves = {"save": EverySteps(3), "keep": Latest(2), "job": ckpt.Job(timeout=TIMEOUT), "publish_timeout": 1.0}
             with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(parity=parity), **saves) as c:  # type: ignore[arg-type]
                 state = state_of(-1, dim)
                 restored = c.restore(state)

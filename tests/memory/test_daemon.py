@@ -479,7 +479,7 @@ def test_a_hanging_daemon_ends_a_save_within_the_deadline_of_that(tmp_path: Path
     state = {"w": torch.ones(3)}
     with (
         daemon_in(tmp_path / "memory") as daemon,
-        ckpt.Checkpointer(str(tmp_path / "root"), memory=ckpt.Memory(copies=0), save=EverySteps(100), timeout=3) as c,
+        ckpt.Checkpointer(str(tmp_path / "root"), memory=ckpt.Memory(copies=0), save=EverySteps(100), job=ckpt.Job(timeout=3)) as c,
     ):
         for step in (1, 2):
             c.step(step, state)
@@ -488,7 +488,7 @@ def test_a_hanging_daemon_ends_a_save_within_the_deadline_of_that(tmp_path: Path
         pid = daemon.status()["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            for save in (lambda: ckpt.save("memory://run/step-1", state, timeout=3), lambda: c.save(3, state).result()):
+            for save in (lambda: ckpt.save("memory://run/step-1", state, job=ckpt.Job(timeout=3)), lambda: c.save(3, state).result()):
                 began = time.monotonic()
                 with pytest.raises(StorageError, match="has not answered"):
                     save()
@@ -496,7 +496,7 @@ def test_a_hanging_daemon_ends_a_save_within_the_deadline_of_that(tmp_path: Path
         finally:
             os.kill(pid, signal.SIGCONT)
         c.handle = None
-        ckpt.save("memory://run/step-1", state, timeout=30)
+        ckpt.save("memory://run/step-1", state, job=ckpt.Job(timeout=30))
         assert "run/step-1/checkpoint.json" in [each.path for each in daemon.list()]
 
 

@@ -34,7 +34,7 @@ def train_in_full_memory(folder: str, free_at: int) -> list[str | None]:
     machine = dist.get_rank()
     os.environ.update(CKPT_MEMORY_DIR=f"{folder}/daemon{machine}", CKPT_DOMAIN=f"machine{machine}")
     said: list[str | None] = []
-    with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(copies=0), save=EverySteps(100), timeout=20) as c:
+    with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(copies=0), save=EverySteps(100), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 6):
             if n == free_at and machine == 1:
                 client.connect().drop("another-job")
@@ -76,7 +76,7 @@ def test_a_full_local_disk_behind_memory(daemon: MemoryClient, small_disk: Path,
     (small_disk / "of others").write_bytes(bytes(4 * MIB))
     root = str(tmp_path / "root")
     options = {"memory": ckpt.Memory(copies=0), "local": str(small_disk / "run"), "save": EverySteps(1), "publish_timeout": 1}
-    with caplog.at_level(logging.WARNING), ckpt.Checkpointer(root, timeout=20, **options) as c:  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING), ckpt.Checkpointer(root, job=ckpt.Job(timeout=20), **options) as c:  # type: ignore[arg-type]
         for n in range(1, 5):
             c.step(n, {"w": torch.full((MIB // 2,), float(n))})
         assert c.handle is not None
@@ -95,7 +95,7 @@ def run_a_job(environment: dict[str, str], root: str, value: float) -> tuple[int
     """Five steps; or what an earlier one of the same root has left."""
     os.environ.update(environment)
     state = {"w": torch.full((MIB // 2,), value), "n": 0}
-    with ckpt.Checkpointer(root, memory=ckpt.Memory(copies=0), save=EverySteps(100), timeout=20) as c:
+    with ckpt.Checkpointer(root, memory=ckpt.Memory(copies=0), save=EverySteps(100), job=ckpt.Job(timeout=20)) as c:
         start = c.restore(state)
         right = bool((state["w"] == value).all()) and state["n"] == (start or 0)
         for n in range((start or 0) + 1, (start or 0) + 6):

@@ -21,7 +21,7 @@ def replace() -> None:
     @functools.wraps(made)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
-        use(self, background=False, run_log=False)
+        use(self, background=False)
 
     init.by_ckpt = True  # type: ignore[attr-defined]
     Accelerator.__init__ = init  # type: ignore[method-assign]

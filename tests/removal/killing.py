@@ -121,7 +121,7 @@ def _saved(root: str) -> str:
 
 
 def _loop(root: str, **options: Any) -> None:
-    with ckpt.Checkpointer(f"{root}/run", keep=Latest(2), timeout=10, **options) as c:
+    with ckpt.Checkpointer(f"{root}/run", keep=Latest(2), job=ckpt.Job(timeout=10), **options) as c:
         start = c.restore(state(0)) or 0
         for n in range(start + 1, start + 3):
             c.save(n, state(n))
@@ -145,7 +145,7 @@ def _published(root: str) -> str:
     before, near = _whole(f"{root}/run"), _whole(f"{root}/local")
     newest = max(before[-1], near[-1])
     assert before[-1] >= 3 and newest - before[-1] <= 1
-    with ckpt.Checkpointer(f"{root}/run", local=f"{root}/local", keep=Latest(2), timeout=10) as c:
+    with ckpt.Checkpointer(f"{root}/run", local=f"{root}/local", keep=Latest(2), job=ckpt.Job(timeout=10)) as c:
         assert c.restore(state(0)) == newest
     assert _whole(f"{root}/run")[-1] == newest == _whole(f"{root}/local")[-1]
     return "old" if before[-1] == 3 else "new"

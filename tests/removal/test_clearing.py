@@ -119,11 +119,11 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
     url = prepared(root, replacing)
     counted, cleared = FaultyProcess(), Clearing(root, 10**6)
     with wrap_backends(counted.wrap):
-        ckpt.save(url, state(NEW), threads=1)
+        ckpt.save(url, state(NEW), job=ckpt.Job(threads=1))
     publish, last = counted.log.index("put_if checkpoint.json"), len(counted.log)
     url = prepared(root, replacing)
     with pytest.raises(StorageError), wrap_backends(Stopping({publish - 2: cleared.start}).wrap):
-        ckpt.save(url, state(NEW), threads=1)
+        ckpt.save(url, state(NEW), job=ckpt.Job(threads=1))
     cleared.release()
     assert cleared.operations >= 12
     failed = whole = 0
@@ -137,7 +137,7 @@ def test_a_save_that_is_cleared_away_at_any_moment_fails_or_is_whole(replacing: 
                 error: CkptError | None = None
                 try:
                     with wrap_backends(process.wrap):
-                        ckpt.save(url, state(NEW), threads=1)
+                        ckpt.save(url, state(NEW), job=ckpt.Job(threads=1))
                 except StorageError as err:
                     error = err
                 clearing.release()
@@ -155,7 +155,7 @@ def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str)
     url = prepared(root, replacing=True)
     counted, clearing = FaultyProcess(), Clearing(root, 15)
     with wrap_backends(counted.wrap):
-        ckpt.save(url, state(NEW), threads=1)
+        ckpt.save(url, state(NEW), job=ckpt.Job(threads=1))
     publish = counted.log.index("put_if checkpoint.json")
     url = prepared(root, replacing=True)
 
@@ -169,7 +169,7 @@ def test_a_commit_that_is_taken_back_gives_way_to_what_was_there(meanwhile: str)
     then = {publish + 1: gc} if meanwhile == "gc" else {publish + 5: lambda: set_tags(open_backend(url), ["mine"])}
     process = Stopping({publish: clearing.start, **then})
     with pytest.raises(StorageError), wrap_backends(process.wrap):
-        ckpt.save(url, state(NEW), threads=1)
+        ckpt.save(url, state(NEW), job=ckpt.Job(threads=1))
     assert not process.hooks
     clearing.release()
     assert stored(url) == OLD and not list_steps(url)[0].tags
@@ -230,7 +230,7 @@ def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch:
             return convert(source, url, to="native", threads=1)
         if how == "import":
             return import_checkpoint(source, url)
-        with ckpt.Checkpointer(root, local=str(tmp_path / "source"), publish_timeout=0.01, threads=1, keep=Latest(1)) as c:
+        with ckpt.Checkpointer(root, local=str(tmp_path / "source"), publish_timeout=0.01, job=ckpt.Job(threads=1), keep=Latest(1)) as c:
             return c.restore(state(0))
 
     def clear() -> None:

@@ -25,7 +25,7 @@ def state_of(version: int) -> dict[str, Any]:
 
 
 def saved(root: Path, local: Path, n: int, version: int, *, restore: bool) -> None:
-    with ckpt.Checkpointer(str(root), local=str(local), save=EverySteps(1), timeout=5) as c:
+    with ckpt.Checkpointer(str(root), local=str(local), save=EverySteps(1), job=ckpt.Job(timeout=5)) as c:
         if restore:
             c.restore(state_of(0))
         c.save(n, state_of(version))

@@ -83,7 +83,7 @@ def test_retention_removes_the_link_and_says_so(started: Path, shared: Path, cap
 def test_a_local_tier_likewise(tmp_path: Path, shared: Path) -> None:
     (tmp_path / "local").mkdir()
     (tmp_path / "local" / "step-00000001").symlink_to(shared)
-    with ckpt.Checkpointer(str(tmp_path / "run"), local=str(tmp_path / "local"), local_keep=Latest(1), keep=Latest(1)) as c:
+    with ckpt.Checkpointer(str(tmp_path / "run"), local=str(tmp_path / "local"), keep=Latest(1)) as c:
         for n in (2, 3):
             c.save(n, state(n))
             c.wait()

@@ -27,9 +27,9 @@ def run_of(root: Path, steps: int) -> None:
     """Each step has a file of its own, and refers to files of the first one and of the one before."""
     state = {"frozen": FROZEN, "x": torch.zeros(2)}
     for name in ("seen", "step-0"):  # what has not changed since the save before may be referred to
-        ckpt.save((root if name == "step-0" else root.parent) / name, state, reusable=True)
+        ckpt.save((root if name == "step-0" else root.parent) / name, state, reuse=True)
     for n in range(1, steps):
-        ckpt.save(root / f"step-{n}", {**state, "x": torch.full((2,), float(n))}, base=root / f"step-{n - 1}")
+        ckpt.save(root / f"step-{n}", {**state, "x": torch.full((2,), float(n))}, reuse=root / f"step-{n - 1}")
 
 
 def asked(root: Path, steps: int) -> int:

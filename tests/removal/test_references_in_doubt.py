@@ -32,9 +32,9 @@ STATE = {"a": torch.arange(100.0), "b": torch.arange(50.0)}
 def run(tmp_path: Path) -> Path:
     """Step 1 has all bytes, step 2 refers to them; step 3 is another one."""
     root = tmp_path / "run"
-    ckpt.save(root / "step-1", STATE, reusable=True)
-    ckpt.save(root / "step-2", STATE, base=root / "step-1")
-    ckpt.save(root / "step-3", {"c": torch.ones(3)}, reusable=True)
+    ckpt.save(root / "step-1", STATE, reuse=True)
+    ckpt.save(root / "step-2", STATE, reuse=root / "step-1")
+    ckpt.save(root / "step-3", {"c": torch.ones(3)}, reuse=True)
     return root
 
 
@@ -122,7 +122,7 @@ def test_a_link_to_a_step_with_references_loads(run: Path, tmp_path: Path) -> No
 
 
 def test_a_base_that_was_moved_away_behind_a_link_stays_as_long_as_it_is_needed(run: Path, tmp_path: Path) -> None:
-    ckpt.save(run / "step-4", STATE, base=run / "step-2")
+    ckpt.save(run / "step-4", STATE, reuse=run / "step-2")
     (run / "step-2").rename(tmp_path / "cold-2")  # it refers to step 1 itself, which stays here
     (run / "step-2").symlink_to(tmp_path / "cold-2")
     check_loads(run / "step-2")
@@ -161,7 +161,7 @@ def test_files_that_a_virtual_checkpoint_points_into_stay(run: Path) -> None:
     remove_at(str(run / "step-3"))
     import_checkpoint(str(run / "step-2"), str(run / "step-3"))
     for step in (1, 2):
-        ckpt.save(run / f"step-{step}", {"c": torch.ones(3)}, reusable=True)
+        ckpt.save(run / f"step-{step}", {"c": torch.ones(3)}, reuse=True)
     backend = open_backend(str(run))
     remove_orphans(backend, find_orphans(backend, older_than=0, now=backend.now() or 0.0))
     check_loads(run / "step-3")

@@ -37,7 +37,7 @@ def blank(state: dict[str, Any]) -> dict[str, Any]:
 def save_sharded(environment: dict[str, str], url: str, seed: int) -> None:
     os.environ.update(environment)
     state, layout = sharded(seed, dist.get_rank(), dist.get_world_size())
-    ckpt.save(url, state, layout=layout, timeout=60)
+    ckpt.save(url, state, layout=layout, job=ckpt.Job(timeout=60))
 
 
 def seen_while_saving(environment: dict[str, str], url: str, seed: int) -> list[str]:
@@ -55,7 +55,7 @@ def load_sharded(environment: dict[str, str], url: str, seed: int) -> tuple[bool
     asked = count_data()
     state, layout = sharded(seed, dist.get_rank(), dist.get_world_size())
     found = blank(state)
-    ckpt.load(url, found, layout=layout, timeout=60)
+    ckpt.load(url, found, layout=layout, job=ckpt.Job(timeout=60))
     return all(torch.equal(found[k], state[k]) for k in ("w", "b")) and found["seed"] == seed, sum(asked)
 
 
@@ -64,7 +64,7 @@ def load_replicated(environment: dict[str, str], url: str, seed: int) -> tuple[b
     os.environ.update(environment)
     asked = count_data()
     state = {"w": torch.zeros(ROWS, COLUMNS), "b": torch.zeros(ROWS, COLUMNS)}
-    ckpt.load(url, state, timeout=60)
+    ckpt.load(url, state, job=ckpt.Job(timeout=60))
     return torch.equal(state["w"], whole(seed)) and torch.equal(state["b"], whole(seed + 1)), sum(asked)
 
 
@@ -107,7 +107,7 @@ def die_while_saving(environment: dict[str, str], url: str, seed: int, operation
     on_request(note)
     S3Backend.__init__.__kwdefaults__["part"] = 5 << 20
     state, layout = sharded(seed, dist.get_rank(), dist.get_world_size())
-    ckpt.save(url, state, layout=layout, timeout=8)
+    ckpt.save(url, state, layout=layout, job=ckpt.Job(timeout=8))
 
 
 def train(environment: dict[str, str], root: str, until: int) -> tuple[int | None, bool]:
@@ -115,7 +115,7 @@ def train(environment: dict[str, str], root: str, until: int) -> tuple[int | Non
     os.environ.update(environment)
     right = True
     state, layout = sharded(0, dist.get_rank(), dist.get_world_size())
-    with ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(2), layout=layout, timeout=60) as c:
+    with ckpt.Checkpointer(root, save=EverySteps(1), keep=Latest(2), layout=layout, job=ckpt.Job(timeout=60)) as c:
         found = blank(state)
         began = c.restore(found)
         if began is not None:

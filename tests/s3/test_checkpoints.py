@@ -95,8 +95,10 @@ def test_a_save_takes_ten_requests_a_load_four_and_a_restore_eight(s3_url: str, 
     assert Counter(s.operation for s in seen) == {"GetObject": 4}
     assert torch.equal(found["w"], state["w"])
     seen.clear()
-    with ckpt.Checkpointer(s3_url, run_log=False) as c:
-        assert c.restore(found) == 2
+    with monkeypatch.context() as without_log:
+        without_log.setenv("CKPT_RUN_LOG", "off")
+        with ckpt.Checkpointer(s3_url) as c:
+            assert c.restore(found) == 2
     assert Counter(s.operation for s in seen) == {"ListObjectsV2": 2, "GetObject": 6}
     seen.clear()
     with ckpt.Checkpointer(s3_url) as c:  # reads the log of the run and adds the load, when that is over

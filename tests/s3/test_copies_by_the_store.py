@@ -82,9 +82,9 @@ def test_one_request_copies_a_file_of_middle_size(s3_url: str, monkeypatch: pyte
 def test_what_is_referred_to_is_copied_by_the_store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {f"frozen{i}": torch.randn(LARGE // 4) for i in range(6)}
     state["frozen3"] += 1
-    ckpt.save(f"{s3_url}/run/step-1", state, reusable=True)
+    ckpt.save(f"{s3_url}/run/step-1", state, reuse=True)
     state["frozen3"] += 1
-    ckpt.save(f"{s3_url}/run/step-2", state, base=f"{s3_url}/run/step-1")
+    ckpt.save(f"{s3_url}/run/step-2", state, reuse=f"{s3_url}/run/step-1")
     seen = watch(monkeypatch)
     report = copy_checkpoint(f"{s3_url}/run/step-2", f"{s3_url}/copy")
     moved = traffic(seen)

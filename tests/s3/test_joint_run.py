@@ -29,7 +29,7 @@ for n in (1, 2):
 
 
 def member(url: str, name: str) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(url, member=name, members=NAMES, timeout=60)
+    return ckpt.Checkpointer(url, member=ckpt.Member(name, of=NAMES), job=ckpt.Job(timeout=60))
 
 
 def state_of(n: int) -> dict[str, Any]:

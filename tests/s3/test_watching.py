@@ -39,7 +39,7 @@ def test_a_save_is_watched_through_the_store(s3_url: str, monkeypatch: pytest.Mo
 
     def save() -> None:
         with wrap_backends(SlowWrites().wrap):
-            ckpt.save(f"{s3_url}/step-1", state, threads=1)
+            ckpt.save(f"{s3_url}/step-1", state, job=ckpt.Job(threads=1))
 
     job = threading.Thread(target=save)
     job.start()

@@ -21,7 +21,7 @@ MEMBERS = ("trainer", "buffer")
 
 
 def member(url: str, name: str) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(url, member=name, members=MEMBERS, timeout=30)
+    return ckpt.Checkpointer(url, member=ckpt.Member(name, of=MEMBERS), job=ckpt.Job(timeout=30))
 
 
 class Buffer:

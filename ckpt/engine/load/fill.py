@@ -24,11 +24,13 @@ from ckpt import units
 from ckpt.catalog import Catalog
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.digest_reader import Verify
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
+from ckpt.net.group import Job
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import Selection
+from ckpt.settings import check_flags
 from ckpt.state.bind import bind
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.targets import Binding
@@ -81,6 +83,42 @@ class LoadReport:
         return f"{verb} {what} from {self.url} in {units.duration(self.seconds)}{lacking}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadOptions:
+    """How a load reads: ``read=ckpt.ReadOptions(verify="partial")``.
+
+    Args:
+        verify: ``"full"`` reads every touched chunk whole and checks it; ``"partial"`` reads only what is needed and checks the chunks that
+            are needed whole; ``"off"`` checks nothing.
+        exchange: ranks that want the same chunks, or parts of them, read each once and hand over to each other what they want. By default
+            everything where storage is not a file system; on a file system, where reading costs less than sending, only ranks of one
+            machine, and only chunks of which they want different parts. ``False``: each rank reads what it needs.
+        sources: as for :func:`ckpt.open`.
+
+    Raises:
+        UsageError: one of them is something else.
+    """
+
+    verify: Verify = "full"
+    exchange: bool | None = None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify not in ("full", "partial", "off"):
+            raise UsageError(f"verify must be 'full', 'partial' or 'off', not {self.verify!r}")
+        if self.exchange is not None:
+            check_flags(exchange=self.exchange)
+
+    @classmethod
+    def of(cls, read: object) -> ReadOptions:
+        """What a caller gives as ``read=``; None: the defaults."""
+        if read is None:
+            return cls()
+        if not isinstance(read, cls):
+            raise UsageError(f"read= is a ckpt.ReadOptions, not {read!r}", hint='read=ckpt.ReadOptions(verify="partial")')
+        return read
+
+
 class LoadArguments(TypedDict, total=False):
     """What :meth:`ckpt.Checkpointer.restore` hands on to :func:`ckpt.load`."""
 
@@ -89,12 +127,9 @@ class LoadArguments(TypedDict, total=False):
     rename: Mapping[str, str] | None
     strict: bool
     cast: bool
-    verify: Verify
-    exchange: bool | None
-    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None
+    read: ReadOptions | None
     layout: Layout | None
-    timeout: float | None
-    threads: int | None
+    job: Job | None
     progress: bool | ProgressCallback | None
 
 

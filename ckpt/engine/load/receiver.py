@@ -116,7 +116,8 @@ class SharedReadReceiver:
 
     def _strange(self, what: str) -> ConsistencyError:
         return ConsistencyError(
-            f"rank {self._reader} sent rank {self._rank} {what}", hint="please report this; exchange=False reads without it"
+            f"rank {self._reader} sent rank {self._rank} {what}",
+            hint="please report this; read=ckpt.ReadOptions(exchange=False) reads without it",
         )
 
     def _over(self, shared_read: int, piece: int) -> bool:

@@ -207,7 +207,7 @@ class OpenedBase:
             return None
         if self._number(entry, plan, number) is None:
             return "it cuts them into other chunks, since its layout or number of ranks is another; the next save can refer to these"
-        return None if self.reusable else "it was saved without reusable=True; the next save can refer to these"
+        return None if self.reusable else "it was saved without reuse=True; the next save can refer to these"
 
     def whole(self, plan: RankPlan, number: int) -> ChunkPlace | None:
         """The chunk of this name, box and dtype; None if it has none, or has it as a difference. Any thread may ask."""
@@ -264,7 +264,7 @@ def find_base(
     is_link = not own and here.link() is not None
     if elsewhere or name == own_name or is_link:
         what = f"does not lie in {own_run}" if elsewhere else "is a link" if is_link else "is what this save replaces"
-        hint = "name another step of the same run as base="
+        hint = "name another step of the same run as reuse="
         if elsewhere:
             hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
         raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
@@ -310,7 +310,7 @@ class AnchorChunks:
         self._usable = True
         if not base.reusable:
             # Whoever removes checkpoints looks for those that refer to them only where the record says so.
-            self._give_up("it was saved without reusable=True, so nothing may refer to it")
+            self._give_up("it was saved without reuse=True, so nothing may refer to it")
 
     def read(self, plan: RankPlan, number: int) -> tuple[memoryview, DataFile] | None:
         """The bytes of a chunk's anchor, in memory that this thread may overwrite until it asks again, and the file that has it; None if it

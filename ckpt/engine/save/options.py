@@ -11,6 +11,7 @@ from ckpt import settings, units
 from ckpt.errors import UsageError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.formats.native.commit import Branches
+from ckpt.net.group import Job
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
@@ -20,8 +21,6 @@ from ckpt.telemetry.callbacks import ProgressCallback
 from .base import SaveBase
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ckpt.policies.save import TrustFrozen
 
 
@@ -66,9 +65,7 @@ class SaveArguments(TypedDict, total=False):
     check_replicas: bool
     merge_flat_shards: bool
     codec: str | None
-    timeout: float | None
-    threads: int | None
-    process_group: ProcessGroup | None
+    job: Job | None
     progress: bool | ProgressCallback | None
 
 
@@ -122,15 +119,16 @@ class SaveOptions:
         if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
             raise TypeError(f"neither a save nor a Checkpointer has an argument {min(unknown)!r}")
         check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
+        job = Job.of(arguments.get("job"))
         only, trainable, codec = arguments.get("only"), arguments.get("trainable", False), arguments.get("codec")
         if codec is not None:
             check_choice(codec)
         check_flags(check_replicas=check_replicas, merge_flat_shards=merge_flat_shards, reusable=reusable)
         return cls(
             layout=arguments.get("layout"),
-            timeout=settings.timeout(arguments.get("timeout")),
+            timeout=settings.timeout(job.timeout),
             check_replicas=check_replicas,
-            threads=settings.threads(arguments.get("threads")),
+            threads=settings.threads(job.threads),
             merge_flat_shards=merge_flat_shards,
             codec=codec,
             part=None if only is None and trainable is False else StatePart.of(only, trainable=trainable),

@@ -14,6 +14,7 @@ from ckpt.api import open as open_checkpoint
 from ckpt.converters.importer import translated
 from ckpt.engine.view import StoredTensor
 from ckpt.errors import CoverageError, UsageError
+from ckpt.net.group import Job
 from ckpt.plan.match import Selection, rules_of_rename, several
 
 from .recorded import record
@@ -77,8 +78,7 @@ class EngineCheckpoint:
             only=self._options.get("only"),
             rename=self._options.get("rename"),
             cast=True,
-            timeout=self._options.get("timeout"),
-            process_group=process_group,
+            job=Job(process_group=process_group, timeout=self._options.get("timeout")),
         )
         recorded.finish()
         unverified = f", {report.bytes_unverified:,} of them without digests" if report.bytes_unverified else ""
