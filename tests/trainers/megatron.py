@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed import checkpoint as dcp
@@ -196,6 +197,18 @@ class ModelByBackend(Model):
         self.take(state)
 
 
+class ModelByQueue(ModelByBackend):
+    """As Megatron-LM and Bridge save in the background: the strategy of their ``checkpointing_context``, and Megatron's queue."""
+
+    def save(self, url: str) -> None:
+        made(url)
+        queue, context = AsyncCallsQueue(), {"save_strategy": CkptSave()}
+        here = mock.patch.multiple(torch.cuda, synchronize=lambda: None, current_device=lambda: "cpu")  # which it asks for a GPU
+        with here, contextlib.closing(queue):
+            queue.schedule_async_request(dist_checkpointing.save(self.sharded(), url, context["save_strategy"], async_sharded_save=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+
+
 def unfit(job: Any) -> Any:
     """Have an object of the state be nothing that a checkpoint holds."""
     return mock.patch.dict(job.random, {"state": object()})
@@ -226,6 +239,8 @@ CASES = {
     "sharded": ByCkpt,
     "model": Model,
     "model-by-backend": ModelByBackend,
+    "model-by-queue": ModelByQueue,
     "model-one-rank-fails": failing(Model, unfit, late=True),
     "model-by-backend-one-rank-fails": failing(ModelByBackend, unfit),
+    "model-by-queue-one-rank-fails": failing(ModelByQueue, unfit),
 }
