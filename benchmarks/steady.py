@@ -215,10 +215,10 @@ def _allocated() -> int:
 def _daemon() -> Any:
     """This machine's memory daemon, if one was started."""
     from ckpt.errors import CkptError
-    from ckpt.nodes.memory import client
+    from ckpt.nodes import memory_client
 
     with suppress(CkptError):
-        return client.connect(start=False)
+        return memory_client.connect(start=False)
     return None
 
 

@@ -33,21 +33,21 @@ if TYPE_CHECKING:
     from .api import save_async as save_async
     from .converters.convert import ConvertReport as ConvertReport
     from .converters.convert import convert as convert
-    from .converters.export.export import export as export
-    from .converters.export.plan import ExportReport as ExportReport
+    from .converters.export_plan import ExportReport as ExportReport
     from .converters.importer import translated as translated
+    from .converters.live_export import export as export
     from .converters.merge import MergeReport as MergeReport
     from .converters.merge import merge as merge
-    from .converters.pipeline.target import MegatronParallel as MegatronParallel
-    from .engine.copy.copy import CopyReport as CopyReport
-    from .engine.copy.copy import copy_checkpoint
+    from .converters.target import MegatronParallel as MegatronParallel
+    from .engine.copy import CopyReport as CopyReport
+    from .engine.copy import copy_checkpoint
     from .engine.load.fill import LoadReport as LoadReport
     from .engine.load.fill import ReadOptions as ReadOptions
     from .engine.save.background import SaveHandle as SaveHandle
-    from .engine.save.fence import fence as fence
     from .engine.save.options import SaveReport as SaveReport
-    from .engine.verify.verify import VerifyReport as VerifyReport
-    from .engine.verify.verify import verify as verify
+    from .engine.save.staging import fence as fence
+    from .engine.verify import VerifyReport as VerifyReport
+    from .engine.verify import verify as verify
     from .engine.view import View as View
     from .errors import CkptError as CkptError
     from .io_backends.registry import configure_storage as configure_storage
@@ -72,10 +72,10 @@ if TYPE_CHECKING:
     from .runs.node_tier import Memory as Memory
     from .runs.node_tier import NodeLocal as NodeLocal
     from .runs.node_tier import SharedLocal as SharedLocal
-    from .runs.restore_order import BeginFrom as BeginFrom
-    from .runs.restore_order import RestoredFrom as RestoredFrom
     from .runs.step_listing import latest as latest
     from .runs.step_listing import list_steps as list_steps
+    from .runs.tier_chain import BeginFrom as BeginFrom
+    from .runs.tier_chain import RestoredFrom as RestoredFrom
     from .state.walk import PerRank as PerRank
 
     copy = copy_checkpoint
@@ -83,10 +83,10 @@ if TYPE_CHECKING:
 _WHERE = {
     "save": "api",
     "save_async": "api",
-    "fence": "engine.save.fence",
+    "fence": "engine.save.staging",
     "Checkpointer": "runs.checkpointer",
-    "RestoredFrom": "runs.restore_order",
-    "BeginFrom": "runs.restore_order",
+    "RestoredFrom": "runs.tier_chain",
+    "BeginFrom": "runs.tier_chain",
     "SharedLocal": "runs.node_tier",
     "NodeLocal": "runs.node_tier",
     "Memory": "runs.node_tier",
@@ -98,11 +98,11 @@ _WHERE = {
     "open": "api",
     "latest": "runs.step_listing",
     "list_steps": "runs.step_listing",
-    "copy": "engine.copy.copy:copy_checkpoint",
-    "verify": "engine.verify.verify",
+    "copy": "engine.copy:copy_checkpoint",
+    "verify": "engine.verify",
     "convert": "converters.convert",
     "merge": "converters.merge",
-    "export": "converters.export.export",
+    "export": "converters.live_export",
     "translated": "converters.importer",
     "configure_storage": "io_backends.registry",
     "PerRank": "state.walk",
@@ -123,12 +123,12 @@ _WHERE = {
     "SaveReport": "engine.save.options",
     "LoadReport": "engine.load.fill",
     "SaveHandle": "engine.save.background",
-    "CopyReport": "engine.copy.copy",
-    "VerifyReport": "engine.verify.verify",
+    "CopyReport": "engine.copy",
+    "VerifyReport": "engine.verify",
     "ConvertReport": "converters.convert",
     "MergeReport": "converters.merge",
-    "ExportReport": "converters.export.plan",
-    "MegatronParallel": "converters.pipeline.target",
+    "ExportReport": "converters.export_plan",
+    "MegatronParallel": "converters.target",
     "View": "engine.view",
     "CkptError": "errors",
 }

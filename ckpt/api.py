@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.concurrency import gc_paused
 from ckpt.io_backends.registry import scheme_of
 from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
-from ckpt.telemetry.callbacks import ProgressCallback, callback_of
+from ckpt.telemetry.progress import ProgressCallback, callback_of
 
 from . import settings
+from .concurrency import gc_paused
 from .errors import UsageError
 from .settings import check_flags
 from .text import url_text
@@ -105,7 +105,7 @@ def save(
         }
         options = _save_options(group, url, given, reuse=reuse)
     if dry_run:
-        from ckpt.engine.dry_run import save as rehearsal
+        from ckpt.engine import forecast as rehearsal
 
         return rehearsal.dry_run(url, state, group, options)
     return save_state(url, state, group, options, partial(_note_failure, group, url))
@@ -274,7 +274,7 @@ def load(
             dry_run=dry_run,
         )
     if dry_run:
-        from ckpt.engine.dry_run import load as rehearsal
+        from ckpt.engine import dry_run_load as rehearsal
 
         return rehearsal.dry_run(url, state, group, options)
     return load_state(url, state, group, options)

@@ -1,10 +1,11 @@
 """What every reader gives and every writer takes: tensors, and for each the chunks that hold it. Pure values; bytes are read
-elsewhere."""
+elsewhere.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -275,3 +276,22 @@ def job_tensors(catalog: Catalog) -> Mapping[str, TensorEntry]:
 def identity(catalog: Catalog) -> str:
     """What tells one save at a URL from another: the id of a checkpoint of ours; empty for other formats, which do not say."""
     return "" if catalog.record is None else catalog.record.id
+
+
+# What a format gives to be recognised and opened. A further format is a room of its own with one ``Format`` value.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """A format: ``name`` for people, how to recognise it, how to open it.
+
+    ``recognises(backend, names)`` is given the names directly below the root, directories with a trailing slash. It may read small files to
+    be sure, and returns False, never an error, for what is not its own. ``open`` raises NotFoundError, NotCommittedError, FormatError or
+    CorruptError.
+    """
+
+    name: str
+    recognises: Callable[[Backend, Sequence[str]], bool]
+    open: Callable[[Backend], Catalog]
+    open_within: Callable[[Backend, Sequence[str] | None], Catalog] | None = None
+    """The same for a format that points at other places: below which roots they may lie; None: anywhere. Raises AccessError."""

@@ -89,7 +89,7 @@ def late_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
 PLUGINS = {
     "ckpt.storage": ("storage backend", "ckpt.io_backends.registry:OWN"),
     "ckpt.formats": ("format", ""),
-    "ckpt.targets": ("target", "ckpt.converters.pipeline.target:OWN"),
+    "ckpt.targets": ("target", "ckpt.converters.target:OWN"),
     "ckpt.codecs": ("codec", "ckpt.formats.native.codecs:CODECS"),
     "ckpt.placements": ("placement", "ckpt.plan.layout.placements:SPLITS"),
     "ckpt.integrations": ("integration", "ckpt.integrations:OWN"),

@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Literal, TypeVar, overload
@@ -232,13 +233,29 @@ def memory_idle() -> float:
     return _positive("idle time", None, "CKPT_MEMORY_IDLE", 3600.0)
 
 
-# Arguments that are True or False. Text such as "no" would otherwise count as True.
+# Checks of arguments.
 
 
 def check_flags(**given: object) -> None:
+    """Raise UsageError unless all are True or False. Text such as "no" would otherwise count as True."""
     for name, value in given.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}= is True or False, not {value!r}")
+
+
+def check_whole(value: object, what: str, least: int, hint: str | None = None) -> None:
+    """Raise UsageError unless ``value`` is an int of at least ``least``; ``what`` names it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        hint = f"pass an int: int({value})" if type(value).__module__ == "numpy" else hint
+        raise UsageError(f"{what} is a whole number of at least {least}, not {value!r}", hint=hint)
+
+
+def check_positive(value: object, what: str, *, zero: bool = False) -> None:
+    """Raise UsageError unless ``value`` is a finite int or float above 0, or 0 if ``zero``; ``what`` names it."""
+    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
+    if not good or (value == 0 and not zero):
+        hint = f"pass a float: float({value})" if type(value).__module__ == "numpy" else None
+        raise UsageError(f"{what} is a {'number that is not negative' if zero else 'positive number'}, not {value!r}", hint=hint)
 
 
 # Sizes that are choices of this software: each rule once, in bytes, with the reason for its value.

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible
-from ckpt.cli.console.interrupts import nothing_begun, when_interrupted
-from ckpt.cli.console.options import (
+from ckpt.errors import UsageError
+from ckpt.needs import require_torch
+from ckpt.text import parse_json
+
+from .dividing import divided, divisible
+from .interrupts import nothing_begun, when_interrupted
+from .options import (
     INTERRUPTED,
     MappingChoice,
     config_options,
@@ -26,14 +30,11 @@ from ckpt.cli.console.options import (
     tell_written,
     views_of,
 )
-from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, style
-from ckpt.errors import UsageError
-from ckpt.needs import require_torch
-from ckpt.text import parse_json
+from .output import URL, GroupedCommand, OneOf, Output, options, progress, style
 
 if TYPE_CHECKING:
     from ckpt.converters.convert import RepairReport
-    from ckpt.converters.pipeline.target import Argument
+    from ckpt.converters.target import Argument
     from ckpt.runs.rebuild import RebuildReport
 
 
@@ -52,7 +53,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if (tp, pp, vpp, ep) == (None,) * 4 and not arguments:
             return command(*args, parallel=None, **options)
-        from ckpt.converters.pipeline.target import MegatronParallel
+        from ckpt.converters.target import MegatronParallel
 
         given = dict(map(_argument, arguments))
         parallel = MegatronParallel(tensor=tp or 1, pipeline=pp or 1, virtual=vpp or 1, expert=ep or 1, arguments=given)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.options import time_option
-from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import NotFoundError, UsageError
+
+from .options import time_option
+from .output import URL, Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.runs.orphans import Orphan

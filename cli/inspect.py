@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import CkptError, NamesError, NotFoundError, UsageError
 from ckpt.text import did_you_mean
+
+from .output import URL, Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog, TensorEntry
@@ -34,7 +35,7 @@ def summary(catalog: Catalog, entries: Sequence[TensorEntry]) -> dict[str, Any]:
     from ckpt.formats.native.commit import CODED
     from ckpt.formats.native.paths import is_reference, owner_of, step_number
     from ckpt.plan.values import part_in
-    from ckpt.runs.report.heat import kinds_of
+    from ckpt.runs.report.summary import kinds_of
 
     record = catalog.record
     own = [file for file in catalog.files if not is_reference(file.path)]

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.options import parse_mesh
-from ckpt.cli.console.output import URL, OneOf, Output, options, style
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.needs import require_torch
 
+from .interrupts import when_interrupted
+from .options import parse_mesh
+from .output import URL, OneOf, Output, options, style
+
 if TYPE_CHECKING:
-    from ckpt.engine.dry_run.load import MeshForecast
+    from ckpt.engine.dry_run_load import MeshForecast
     from ckpt.testing import ResumeReport
 
 
@@ -83,7 +84,7 @@ def plan(
       ckpt plan --json hf/Llama-3-8B --layout tp=8 | jq .ranks[0].bytes_read
     """
     require_torch("`ckpt plan`")
-    from ckpt.engine.dry_run.load import MeshRules, forecast_on_mesh
+    from ckpt.engine.dry_run_load import MeshRules, forecast_on_mesh
     from ckpt.formats.registry import open_catalog
 
     rules = MeshRules.of(layout, cut, ranks_per_host)

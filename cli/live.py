@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.options import CommandGroup, time_option
-from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import NotFoundError, UsageError
 from ckpt.text import printable
 
+from .options import CommandGroup, time_option
+from .output import URL, Output, options
+
 if TYPE_CHECKING:
-    from ckpt.runs.report.watching import SaveWatcher, WatchSnapshot
+    from ckpt.runs.report.history import SaveWatcher, WatchSnapshot
     from ckpt.telemetry.progress import SaveProgress, SlowRank
 
 
@@ -48,7 +49,7 @@ def watch(url: str, *, once: bool, interval: float | None, timeout: float, outpu
       ckpt watch runs/a
       ckpt watch --once --json runs/a/step-00001000
     """
-    from ckpt.runs.report.watching import SaveWatcher
+    from ckpt.runs.report.history import SaveWatcher
 
     if interval is not None and not _LEAST <= interval < 1e6:
         raise UsageError(f"the interval must be at least {_LEAST:g} seconds, not {interval:g}", where="--interval")

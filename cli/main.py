@@ -18,13 +18,14 @@ from typing import Any
 
 import click
 
-from ckpt.cli.console.dividing import ARGUMENTS
-from ckpt.cli.console.interrupts import INTERRUPTED, quit_at_once
-from ckpt.cli.console.options import CommandGroup, options_behind_name
-from ckpt.cli.console.output import OneOf, Output, logging_to_stderr, near_url, options, unwritable
 from ckpt.errors import CkptError, StorageError
 from ckpt.settings import __version__
 from ckpt.text import printable
+
+from .dividing import ARGUMENTS
+from .interrupts import INTERRUPTED, quit_at_once
+from .options import CommandGroup, options_behind_name
+from .output import OneOf, Output, logging_to_stderr, near_url, options, unwritable
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",

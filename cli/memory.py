@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.options import CommandGroup, parse_size
-from ckpt.cli.console.output import URL, Output, options
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text
 
+from .options import CommandGroup, parse_size
+from .output import URL, Output, options
+
 if TYPE_CHECKING:
-    from ckpt.nodes.memory.connection import MemoryObject
+    from ckpt.nodes.memory_connection import MemoryObject
 
 
 _NAMED = 4
@@ -53,10 +54,10 @@ def serve_(*, budget: int | None, output: Output) -> None:
     Example:
       ckpt memory serve --budget 64GiB
     """
-    from ckpt.nodes.memory import connection
-    from ckpt.nodes.memory.daemon import serve
+    from ckpt.nodes import memory_connection
+    from ckpt.nodes.memory_daemon import serve
 
-    folder = connection.folder()
+    folder = memory_connection.folder()
     output.talk(f"holding checkpoints in memory for {folder}; Ctrl-C ends it")
     serve(folder, budget)
 
@@ -71,10 +72,10 @@ def status_(*, listen: bool, output: Output) -> None:
     Example:
       ckpt memory status
     """
+    from ckpt.nodes import memory_client
     from ckpt.nodes.copies import copies_seen
-    from ckpt.nodes.memory import client
 
-    daemon = client.connect(start=False)
+    daemon = memory_client.connect(start=False)
     if listen:
         daemon.address()
     status = daemon.status()
@@ -110,9 +111,9 @@ def drop(url: str | None, *, everything: bool, output: Output) -> None:
     Example:
       ckpt memory drop memory://runs/a/step-00000100
     """
-    from ckpt.nodes.memory import client
-    from ckpt.nodes.memory.backend import MemoryBackend
-    from ckpt.nodes.memory.remote import is_remote
+    from ckpt.nodes import memory_client
+    from ckpt.nodes.memory_backend import MemoryBackend
+    from ckpt.nodes.memory_remote import is_remote
 
     if (url is None) != everything:
         raise UsageError("give either a URL or --all", hint="ckpt memory drop memory://runs/a")
@@ -121,7 +122,7 @@ def drop(url: str | None, *, everything: bool, output: Output) -> None:
     prefix = "" if url is None else MemoryBackend(url).url.removeprefix("memory://")
     if url is not None and not prefix:
         raise UsageError("this URL is everything", where=url, hint="give --all if that is meant")
-    daemon = client.connect(start=False)
+    daemon = memory_client.connect(start=False)
     if users := _users_outside(prefix, daemon.status()["by_checkpoint"]):
         raise ConflictError(
             f"other checkpoints refer to what would be dropped: {', '.join(users[:_NAMED])}{' and others' if len(users) > _NAMED else ''}",
@@ -161,14 +162,14 @@ def stop(*, everything: bool, output: Output) -> None:
     Example:
       ckpt memory stop
     """
-    from ckpt.nodes.memory import client, connection
+    from ckpt.nodes import memory_client, memory_connection
 
     try:
-        daemon = client.connect(start=False)
+        daemon = memory_client.connect(start=False)
     except FormatError:
         if not everything:
             raise
-        client.end_daemon(connection.folder())
+        memory_client.end_daemon(memory_connection.folder())
         output.document({"pid": None}) if output.json else output.line("a daemon of another release has ended")
         return
     runs = _runs(daemon.list())
@@ -187,7 +188,7 @@ def stop(*, everything: bool, output: Output) -> None:
 
 def _runs(objects: Iterable[MemoryObject]) -> list[tuple[str, int, float]]:
     """The directories above checkpoints, with their bytes and the seconds since something was saved there; the latest first."""
-    from ckpt.nodes.memory.store import checkpoint_of
+    from ckpt.nodes.memory_store import checkpoint_of
 
     sizes: Counter[str] = Counter()
     ages: dict[str, float] = {}

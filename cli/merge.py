@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible
-from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.options import (
+from ckpt.errors import UsageError
+from ckpt.needs import require_torch
+
+from .dividing import divided, divisible
+from .interrupts import when_interrupted
+from .options import (
     INTERRUPTED,
     CommandGroup,
     MappingChoice,
@@ -25,9 +28,7 @@ from ckpt.cli.console.options import (
     tell_written,
     views_of,
 )
-from ckpt.cli.console.output import URL, GroupedCommand, OneOf, Output, options, progress, style
-from ckpt.errors import UsageError
-from ckpt.needs import require_torch
+from .output import URL, GroupedCommand, OneOf, Output, options, progress, style
 
 if TYPE_CHECKING:
     pass

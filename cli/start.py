@@ -10,7 +10,7 @@ import signal
 import sys
 from importlib.util import find_spec
 
-from ckpt.cli.console.interrupts import quit_at_once
+from .interrupts import quit_at_once
 
 
 def main() -> None:

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt import units
-from ckpt.cli.console.options import parse_mesh
-from ckpt.cli.console.output import URL, Output, options, style
 from ckpt.errors import NotCommittedError, StorageError, UsageError
+
+from .options import parse_mesh
+from .output import URL, Output, options, style
 
 if TYPE_CHECKING:
     from ckpt.formats.native.commit import CommitRecord
@@ -42,8 +43,11 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
     """Show how long each phase of the save at URL took, the slowest first. If URL is a run, show one line per save.
 
     SECONDS is how long the threads of the slowest RANK were busy and MEDIAN that of the median rank. WALL is the time from the first start
-    to the last end. WORK of --ranks leaves out waiting and what the leader does alone. Of a run, SLOWEST is the rank that holds the others
-    up and its phase, or else the longest phase.
+    to the last end. WORK of --ranks leaves out waiting and what the leader does alone.
+
+    Of a run, SECONDS is the time from the first phase to the last, and BLOCKED how long training waited: for the whole call, which begins
+    before the first phase, and later for the copy of the state. So BLOCKED can be more. With ≥ only the call is known. SLOWEST is the rank
+    that holds the others up and its phase, or else the longest phase.
 
     \b
     Example:
@@ -71,7 +75,7 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
         raise saved.error
     assert record is not None and save is not None  # else there is an error
     if trace is not None:
-        from ckpt.telemetry.trace_events import trace_lines
+        from ckpt.telemetry.spans import trace_lines
 
         _write("trace", trace, (line.encode() for line in trace_lines(tables)))
     if output.json:
@@ -81,7 +85,7 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
             output.line(str(name))
     else:
         if heatmap:
-            from ckpt.runs.report.heat import terminal_lines
+            from ckpt.runs.report.summary import terminal_lines
 
             for line in terminal_lines(save, tables, encoding=getattr(sys.stdout, "encoding", None) or "ascii"):
                 output.line(line)

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible
-from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.output import URL, Output, Update, options, progress, style
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.needs import require_torch
 
+from .dividing import divided, divisible
+from .interrupts import when_interrupted
+from .output import URL, Output, Update, options, progress, style
+
 if TYPE_CHECKING:
-    from ckpt.engine.copy.copy import CopyReport
+    from ckpt.engine.copy import CopyReport
     from ckpt.net.divided_work import DividedWork
     from ckpt.runs.step_listing import Step
 
@@ -150,7 +151,7 @@ def _copy(
     source: str, target: str, *, threads: int | None, compare: bool, progress: Update, dry_run: bool, work: DividedWork | None
 ) -> CopyReport:
     """Copy the files; of a virtual checkpoint, which has none, make a self-contained one."""
-    from ckpt.engine.copy.copy import CopyReport, copy_checkpoint
+    from ckpt.engine.copy import CopyReport, copy_checkpoint
     from ckpt.formats.native.virtual import VirtualCatalog
     from ckpt.formats.registry import open_catalog
     from ckpt.runs.members import copy_joint, member_urls
@@ -260,7 +261,7 @@ def rm(url: str, *, yes: bool, dry_run: bool, output: Output) -> None:
       ckpt rm s3://bucket/runs/a/step-00001000 --yes
     """
     from ckpt.io_backends.registry import open_backend
-    from ckpt.runs.named_removal import named_removal
+    from ckpt.runs.removal import named_removal
     from ckpt.runs.step_listing import stored_sizes
 
     if yes and dry_run:

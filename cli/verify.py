@@ -13,17 +13,18 @@ import click
 from click.exceptions import Exit
 
 from ckpt import units
-from ckpt.cli.console.dividing import divided, divisible, single_part
-from ckpt.cli.console.interrupts import when_interrupted
-from ckpt.cli.console.options import MappingChoice, mapping_options, views_of
-from ckpt.cli.console.output import URL, Output, options, progress, style
 from ckpt.errors import FormatError, UsageError
 from ckpt.text import parse_json
 
+from .dividing import divided, divisible, single_part
+from .interrupts import when_interrupted
+from .options import MappingChoice, mapping_options, views_of
+from .output import URL, Output, options, progress, style
+
 if TYPE_CHECKING:
-    from ckpt.converters.compare.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
-    from ckpt.converters.compare.semantic import SemanticReport
-    from ckpt.engine.verify.verify import VerifyReport
+    from ckpt.converters.comparison import DiffReport, TensorDifference, Tolerance, ValueDifference
+    from ckpt.converters.semantic import SemanticReport
+    from ckpt.engine.verify import VerifyReport
     from ckpt.net.divided_work import DividedWork
 
 
@@ -50,7 +51,7 @@ def verify(url: str, *, threads: int | None, semantic: bool, output: Output) -> 
       ckpt verify runs/a/step-00001000
       ckpt verify --json runs/a/step-00001000 | jq '.problems[].file'
     """
-    from ckpt.engine.verify.verify import verify
+    from ckpt.engine.verify import verify
     from ckpt.runs.members import member_urls
 
     if parts := member_urls(url):
@@ -106,7 +107,7 @@ def _verify_members(url: str, parts: Mapping[str, str], *, threads: int | None, 
 
 def _check_semantic(url: str, threads: int | None, work: DividedWork | None) -> SemanticReport | None:
     """What the values mean, which one process checks alone, while the others wait for it; None on these."""
-    from ckpt.converters.compare.semantic import check_semantic
+    from ckpt.converters.semantic import check_semantic
     from ckpt.formats.registry import open_catalog
 
     if work is None:
@@ -182,6 +183,7 @@ DIFFERENT = 3
     help="Elements may differ by ABS + REL times the larger one. The first rule that matches a tensor applies. Repeatable.",
 )
 @click.option("--values/--no-values", default=True, show_default=True, help="Also compare plain values.")
+@click.option("--dtypes/--no-dtypes", default=True, show_default=True, help="Also compare dtypes.")
 @mapping_options
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B. Repeatable.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Comparing threads. [default: one per core, 2 to 16]")
@@ -194,6 +196,7 @@ def diff(
     only: tuple[str, ...],
     rules: tuple[str, ...],
     values: bool,
+    dtypes: bool,
     mapping: MappingChoice,
     rename: tuple[str, ...],
     threads: int | None,
@@ -202,7 +205,8 @@ def diff(
     """Compare the checkpoints A and B, of any formats: names, shapes, dtypes, elements and values.
 
     Tensors that differ are listed with the largest difference first. The exit code is 0 if the checkpoints are equal and 3 if not. Two
-    NaNs are equal, and padding is ignored.
+    NaNs are equal, and padding is ignored. Elements of two dtypes are compared as numbers; with --no-dtypes the dtypes are no difference,
+    and --tolerance 0,0.004 allows what a cast to bfloat16 rounds.
 
     \b
     Example:
@@ -211,8 +215,9 @@ def diff(
       ckpt diff --names llama --convention megatron /models/Llama-3-8B imports/m
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
+      ckpt diff --root model --no-dtypes --tolerance 0,0.004 runs/a/step-100 export-bf16/
     """
-    from ckpt.converters.compare.comparison import compare
+    from ckpt.converters.comparison import compare
 
     tolerances = [_tolerance(rule) for rule in rules]
     views = views_of(left, mapping)
@@ -226,6 +231,7 @@ def diff(
             only=only,
             tolerances=tolerances,
             values=values and views is None,
+            dtypes=dtypes,
             threads=threads,
             progress=update,
         )
@@ -245,7 +251,7 @@ def _renamed(text: str) -> tuple[str, str]:
 
 
 def _tolerance(rule: str) -> Tolerance:
-    from ckpt.converters.compare.comparison import Tolerance
+    from ckpt.converters.comparison import Tolerance
 
     glob, equals, numbers = rule.rpartition("=")
     absolute, _, relative = numbers.partition(",")
@@ -278,6 +284,8 @@ def _print_differences(report: DiffReport, output: Output) -> None:
     if not report.same:
         verdict = style(units.plural(len(report.differences) + len(report.value_differences), "difference"), "red")
     output.line(f"{verdict}: compared {compared} in {units.duration(report.seconds)}")
+    if any(d.kind == "dtype" for d in report.differences):
+        output.talk("elements were compared as numbers; to allow two dtypes and their rounding: --no-dtypes --tolerance 0,0.004")
     if not report.tensors:
         _suggest_root(report, output)
 

@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 from ckpt.needs import late_names
 
 if TYPE_CHECKING:
-    from .pipeline.target import FileItem as FileItem
-    from .pipeline.target import OutputFile as OutputFile
-    from .pipeline.target import OutputOptions as OutputOptions
-    from .pipeline.target import OutputPlan as OutputPlan
-    from .pipeline.target import Target as Target
     from .selection import OutputSet as OutputSet
     from .selection import OutputTensor as OutputTensor
     from .selection import SelectOptions as SelectOptions
+    from .target import FileItem as FileItem
+    from .target import OutputFile as OutputFile
+    from .target import OutputOptions as OutputOptions
+    from .target import OutputPlan as OutputPlan
+    from .target import Target as Target
 
 _WHERE = {
-    "FileItem": "ckpt.converters.pipeline.target",
-    "OutputFile": "ckpt.converters.pipeline.target",
-    "OutputOptions": "ckpt.converters.pipeline.target",
-    "OutputPlan": "ckpt.converters.pipeline.target",
+    "FileItem": "ckpt.converters.target",
+    "OutputFile": "ckpt.converters.target",
+    "OutputOptions": "ckpt.converters.target",
+    "OutputPlan": "ckpt.converters.target",
     "OutputSet": "ckpt.converters.selection",
     "OutputTensor": "ckpt.converters.selection",
     "SelectOptions": "ckpt.converters.selection",
-    "Target": "ckpt.converters.pipeline.target",
+    "Target": "ckpt.converters.target",
 }
 
 __all__ = list(_WHERE)

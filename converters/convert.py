@@ -16,9 +16,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ckpt import settings, units
-from ckpt.converters.compare.semantic import misfit_masters
-from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.target import ConvertKeywords, ConvertOptions, OutputPlan, Target, check_sizes, target
 from ckpt.converters.targets.hf import read_configuration
 from ckpt.errors import CkptError, ConsistencyError, FormatError, MismatchError, RankFailedError, UsageError
 from ckpt.formats.megatron.names import EMBEDDING
@@ -31,10 +28,13 @@ from ckpt.net.channel import Row
 from ckpt.net.divided_work import DividedWork
 from ckpt.plan.machines import balanced, bytes_of
 from ckpt.settings import __version__, check_flags
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.progress import ProgressCallback, check_progress
 from ckpt.text import url_text
 
+from .conversion import Conversion
 from .selection import OutputSet
+from .semantic import misfit_masters
+from .target import ConvertKeywords, ConvertOptions, OutputPlan, Target, check_sizes, target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -342,6 +342,7 @@ def run(
     """This process's part of a conversion, which ``began`` at that time of the monotonic clock."""
     chosen = conversion.chosen
     check_flags(dry_run=dry_run)
+    check_progress(progress)
     if part is not None and not isinstance(part, DividedWork):
         pair = isinstance(part, tuple) and len(part) == 2 and all(isinstance(n, int) for n in part)
         if not (pair and 0 <= part[0] < part[1]):

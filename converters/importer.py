@@ -19,10 +19,10 @@ import xxhash
 from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
 from ckpt.converters.mapping.convention import translated_views as views_of
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
-from ckpt.formats.deltas.chain import ChainBackend
-from ckpt.formats.external.base import open_single
+from ckpt.formats.deltas import ChainBackend
+from ckpt.formats.external import open_single
 from ckpt.formats.native.clearing import check_free, check_no_link
 from ckpt.formats.native.commit import VIRTUAL, id_replaced, new_id, read_record
 from ckpt.formats.native.virtual import VirtualCatalog
@@ -32,7 +32,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url, join_url, open_backend, real_url
 from ckpt.plan import tree
 from ckpt.plan.views import LogicalTensor
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.progress import ProgressCallback, check_progress
 from ckpt.text import url_text
 
 from .references import References
@@ -86,6 +86,7 @@ def import_checkpoint(
     """
     source, url = url_text(source), url_text(url)
     began = time.monotonic()
+    check_progress(progress)
     backend = open_backend(url)
     check_no_link(backend)
     previous = read_record(backend)

@@ -18,9 +18,6 @@ import torch
 
 from ckpt import settings
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.buffered import ViewBox, read_views
-from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.native.writer import WriteJournal
@@ -29,12 +26,15 @@ from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.views import whole
 from ckpt.state.tensors import torch_dtype
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.progress import ProgressCallback
 from ckpt.text import parse_json, url_text
 
+from .buffered import ViewBox, read_views
+from .conversion import Conversion
 from .convert import ConvertReport, Part, files_beside, run
 from .merge import WeightedSum, place
 from .selection import Computed, OutputSet, OutputTensor, SelectOptions, is_floating, operand
+from .target import ConvertOptions, MergeKeywords, target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -20,8 +20,6 @@ import numpy.typing as npt
 import torch
 
 from ckpt import units
-from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.converters.pipeline.target import ConvertOptions, MergeKeywords, target
 from ckpt.errors import MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.native.paths import step_number
 from ckpt.formats.registry import open_catalog
@@ -29,12 +27,14 @@ from ckpt.plan.layout.geometry import Box
 from ckpt.plan.match import several
 from ckpt.runs.step_listing import list_steps
 from ckpt.settings import check_flags
-from ckpt.telemetry.callbacks import ProgressCallback
+from ckpt.telemetry.progress import ProgressCallback
 from ckpt.text import url_text
 
+from .conversion import Conversion
 from .convert import ConvertReport, Part, files_beside, run
 from .selected_state import optimizer_tensors
 from .selection import FLOATING, Computed, OutputSet, OutputTensor, check_globs, is_floating, operand
+from .target import ConvertOptions, MergeKeywords, target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -29,7 +29,7 @@ import numpy as np
 from ckpt import settings
 from ckpt.catalog import Catalog, Contents, Extent, Grid, SourceFile, TensorEntry
 from ckpt.errors import CoverageError, UsageError
-from ckpt.formats.external.elements import reach, strided, strides_of
+from ckpt.formats.external_elements import reach, strided, strides_of
 from ckpt.formats.native.paths import RunBackend, is_reference
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import absolute_url

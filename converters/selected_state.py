@@ -17,8 +17,8 @@ import numpy as np
 
 from ckpt.catalog import Catalog, TensorEntry
 from ckpt.errors import UsageError
-from ckpt.formats.external.base import Range, read_ranges
-from ckpt.formats.external.elements import read_box
+from ckpt.formats.external import Range, read_ranges
+from ckpt.formats.external_elements import read_box
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.tree_decoding import MISSING, Missing, Node

@@ -47,7 +47,7 @@ def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 
     # Nothing says here how the tensors are cut: that is read from the DTensors which FSDP2 makes.
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "ranks": world}
 
-    loss = torch.zeros(())
+    mean = torch.zeros(())
     with ckpt.Checkpointer(run, save=EverySteps(every) | OnPreemption(), keep=Latest(2)) as c:
         start = c.restore(state)  # each rank reads only what it needs, whatever ranks have saved it
         if rank == 0 and start is not None:
@@ -59,16 +59,15 @@ def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            if c.step(step, state) and rank == 0:
-                print(f"step {step}: loss {loss.item():.6f} on rank 0, saving", flush=True)
+            dist.all_reduce(mean := loss.detach() / world)
+            if c.step(step, state, metrics={"loss": mean.item()}) and rank == 0:
+                print(f"step {step}: loss {mean.item():.6f}, saving", flush=True)
             if c.preempted:  # on all ranks after the same step, whichever rank got the signal
                 if rank == 0:
                     print(f"stopping: step {step} is saved", flush=True)
                 break
             time.sleep(pause)
-    mean = loss.detach().clone()
-    dist.all_reduce(mean)
-    return mean.item() / world
+    return mean.item()
 
 
 def main() -> None:

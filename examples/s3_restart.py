@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.io_backends import open_backend
 from ckpt.policies import EverySteps, Latest
 from ckpt.runs.orphans import find_orphans, remove_orphans

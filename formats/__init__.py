@@ -13,16 +13,16 @@ from ckpt.needs import late_names
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog as Catalog
     from ckpt.catalog import Extent as Extent
+    from ckpt.catalog import Format as Format
     from ckpt.catalog import Grid as Grid
     from ckpt.catalog import TensorEntry as TensorEntry
 
-    from .protocol import Format as Format
     from .registry import open_catalog as open_catalog
 
 _WHERE = {
     "Catalog": "ckpt.catalog",
     "Extent": "ckpt.catalog",
-    "Format": "ckpt.formats.protocol",
+    "Format": "ckpt.catalog",
     "Grid": "ckpt.catalog",
     "TensorEntry": "ckpt.catalog",
     "open_catalog": "ckpt.formats.registry",

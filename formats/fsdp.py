@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
+from ckpt.catalog import Format
 from ckpt.errors import CorruptError
-from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, SingleFile, shown
-from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.stand_ins import StoredPart, StoredView
-from ckpt.formats.torchzip.archive import open_archive
-from ckpt.formats.torchzip.catalog import SUFFIXES, TensorTable, is_torch_file
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import row_major_strides
 
-from .protocol import Format
+from .external import ExternalCatalog, ExternalContents, ExternalFile, SingleFile, shown
+from .pickle_nodes import NodeMaker
+from .stand_ins import StoredPart, StoredView
+from .torch_archive import open_archive
+from .torchzip import SUFFIXES, TensorTable, is_torch_file
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

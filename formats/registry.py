@@ -12,19 +12,19 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
-from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
+from ckpt.catalog import Format
+from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import id_of
 from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.needs import attribute, plugin, plugin_names
 from ckpt.text import parse_json, url_text
-
-from .protocol import Format
 
 if TYPE_CHECKING:
     from ckpt.catalog import Catalog
@@ -122,17 +122,18 @@ _BUILTIN = (
     "ckpt.formats.native.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:FORMAT",
     "ckpt.formats.megatron.catalog:UNFINISHED",
-    "ckpt.formats.dcp.catalog:FORMAT",
-    "ckpt.formats.dcp.catalog:UNFINISHED",
+    "ckpt.formats.dcp:FORMAT",
+    "ckpt.formats.dcp:UNFINISHED",
     "ckpt.formats.deepspeed.catalog:FORMAT",
-    "ckpt.formats.deltas.catalog:FORMAT",
+    "ckpt.formats.deltas:FORMAT",
     "ckpt.formats.safetensors:FORMAT",
     "ckpt.formats.fsdp:FORMAT",
-    "ckpt.formats.torchzip.catalog:FORMAT",
+    "ckpt.formats.torchzip:FORMAT",
 )
 """Formats of this distribution, most specific first; loaded when they are asked."""
 
 _SHOWN = 8
+_LOOKED_INTO, _NAMED = 32, 4
 _EVICTED = 1024
 
 
@@ -199,10 +200,10 @@ class _Files(NamedTuple):
 
 
 def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequence[str | os.PathLike[str]] | None) -> Catalog:
-    from ckpt.formats.native.awaited import GENERATION_PATH, unfinished_run, unfinished_step
-    from ckpt.formats.native.awaited import MARKS as JOINT_MARKS
     from ckpt.formats.native.catalog import not_committed
     from ckpt.formats.native.paths import has_orphans
+    from ckpt.formats.native.virtual import GENERATION_PATH, unfinished_run, unfinished_step
+    from ckpt.formats.native.virtual import MARKS as JOINT_MARKS
 
     if not names:
         raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
@@ -227,6 +228,9 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
         raise FormatError("this directory holds checkpoints, but is not one itself", where=url, hint=hint)
     if GENERATION_PATH in names and (unfinished := unfinished_run(url)) is not None:
         raise unfinished
+    if runs := runs_below(url, names):
+        hint = f"name a checkpoint in one of them; `ckpt ls {runs[-1]}` lists those of the last"
+        raise FormatError(f"this directory holds runs, but is not a checkpoint itself: {some_runs(runs)}", where=url, hint=hint)
     raise FormatError(
         "; ".join([f"this is not a checkpoint of a known format ({', '.join(known)})", *unusable, f"found {_some(names)}"]),
         where=url,
@@ -266,9 +270,10 @@ def list_foreign(root: str, known: Collection[str]) -> dict[str, str]:
 def _look(url: str) -> tuple[Backend, list[str]]:
     """What lies directly below a URL, or the file that it is."""
     # Other hidden files than that of DCP are what a killed writer may leave.
-    from ckpt.formats.external.base import open_single
     from ckpt.formats.native.commit import COMMIT_PATH
     from ckpt.io_backends.registry import open_backend
+
+    from .external import open_single
 
     backend: Backend = open_backend(url)
     names = [name for name in backend.list_dir() if not name.startswith(".") or name == ".metadata"]
@@ -280,8 +285,9 @@ def _look(url: str) -> tuple[Backend, list[str]]:
 
 def _is_data(backend: Backend, names: list[str]) -> bool:
     """Whether this is the directory with the data files of a checkpoint of ours. One of them alone is a safetensors file like any other."""
-    from ckpt.formats.external.base import SingleFile
     from ckpt.formats.native.paths import id_of
+
+    from .external import SingleFile
 
     return not isinstance(backend, SingleFile) and any(id_of(f"data/{name}") is not None for name in names)
 
@@ -292,8 +298,9 @@ def _some(names: list[str]) -> str:
 
 
 def _hint(names: list[str]) -> str:
-    from ckpt.formats.megatron.legacy_ranks import FILE
-    from ckpt.formats.torchzip.catalog import SUFFIXES
+    from ckpt.formats.megatron.catalog import FILE
+
+    from .torchzip import SUFFIXES
 
     if FILE in names:
         return "this is what one rank of a Megatron job wrote: name the directory above it, such as iter_0001000"
@@ -303,9 +310,29 @@ def _hint(names: list[str]) -> str:
     return f"name the directory that holds the checkpoint; other formats can be added through entry points of the group {ENTRY_POINTS}"
 
 
-def _below(url: str, names: list[str]) -> str | None:
+def _below(url: str, names: Sequence[str]) -> str | None:
     """The last of the directories right below that has a checkpoint; only a few of them are looked into."""
     from ckpt.io_backends.registry import join_url
 
     below = [join_url(url, name.rstrip("/")) for name in names if name.endswith("/")]
     return next((u for u in reversed(below[-_SHOWN:]) if find_format(u) is not None), None)
+
+
+def runs_below(url: str, names: Sequence[str]) -> list[str]:
+    """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
+    many ``names`` only the first are looked at."""
+    from ckpt.io_backends.registry import join_url, open_backend
+
+    runs = []
+    for name in [name for name in names if name.endswith("/")][:_LOOKED_INTO]:
+        run = join_url(url, name.rstrip("/"))
+        with suppress(StorageError):  # of a directory that may not be read
+            if _below(run, open_backend(run).list_dir()) is not None:
+                runs.append(run)
+    return runs
+
+
+def some_runs(runs: Sequence[str]) -> str:
+    """The first of them by name, and how many there are more."""
+    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
+    return ", ".join(runs[:_NAMED]) + more

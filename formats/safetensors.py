@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-from ckpt.catalog import Extent, TensorEntry
+from ckpt.catalog import Extent, Format, TensorEntry
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import (
+from ckpt.text import parse_json, parse_object
+
+from .external import (
     ChunkRequests,
     ExternalCatalog,
     ExternalContents,
@@ -26,9 +28,6 @@ from ckpt.formats.external.base import (
     shown,
     sizes_of,
 )
-from ckpt.text import parse_json, parse_object
-
-from .protocol import Format
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt.needs import late_names
 
 from .inprocess import InProcessBackend
-from .posix.backend import PosixBackend
+from .posix_backend import PosixBackend
 from .protocol import Backend, IOHints, ObjectMeta, PendingUpload, Writer
 from .registry import join_url, open_backend, wrap_backends
 

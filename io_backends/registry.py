@@ -21,12 +21,12 @@ from typing import Any
 from ckpt import settings
 from ckpt.concurrency import ProcessLock
 from ckpt.errors import UsageError
-from ckpt.io_backends.posix.backend import PosixBackend
 from ckpt.needs import plugin, plugin_names
 from ckpt.text import parse_json, url_text
 
 from .checks import check_path
 from .inprocess import InProcessBackend
+from .posix_backend import PosixBackend
 from .protocol import Backend
 
 # What a program has said about the storage below a URL: options of its file system, or the file system itself.
@@ -172,13 +172,13 @@ _GROUP = "ckpt.storage"
 
 
 def _s3(url: str, options: Mapping[str, Any]) -> Backend:
-    from ckpt.io_backends.fsspec.filesystem import fsspec_config
-    from ckpt.io_backends.s3.backend import S3Backend  # late: botocore takes a while to import
-    from ckpt.io_backends.s3.tries import PROTOCOLS, s3_options, without_equivalent
+    from .fsspec_filesystem import fsspec_config
+    from .s3_backend import S3Backend  # late: botocore takes a while to import
+    from .s3_tries import PROTOCOLS, s3_options, without_equivalent
 
     options = {**fsspec_config(*PROTOCOLS), **options}
     if only_s3fs := without_equivalent(options):
-        from ckpt.io_backends.fsspec.backend import FsspecBackend
+        from .fsspec_backend import FsspecBackend
 
         if (names := ", ".join(only_s3fs)) not in _through_s3fs:
             _through_s3fs.add(names)
@@ -188,7 +188,7 @@ def _s3(url: str, options: Mapping[str, Any]) -> Backend:
 
 
 _BUILT_IN: dict[str, Callable[[str], Backend]] = {"": PosixBackend, "file": PosixBackend, "inprocess": InProcessBackend}
-_BY_NAME = {"memory": "ckpt.nodes.memory.backend:open_memory", "spread": "ckpt.nodes.backend:open_spread"}
+_BY_NAME = {"memory": "ckpt.nodes.memory_backend:open_memory", "spread": "ckpt.nodes.backend:open_spread"}
 """By their names, as entry points are: few need them, and what they open lies above this room."""
 OWN = (*_BUILT_IN, *_BY_NAME, "s3")
 _EXTRAS = f"other schemes need a package with an entry point in the group {_GROUP}, or one that fsspec knows"
@@ -226,7 +226,7 @@ def open_backend(url: str | os.PathLike[str]) -> Backend:
 def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
     """What it takes further packages to serve."""
     if configured.filesystem is not None:
-        from ckpt.io_backends.fsspec.backend import FsspecBackend  # late: fsspec is slow to import
+        from .fsspec_backend import FsspecBackend  # late: fsspec is slow to import
 
         return FsspecBackend(url, filesystem=configured.filesystem)
     if scheme == "s3":
@@ -234,8 +234,8 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
     factory: Any = plugin(_GROUP, scheme, object)
     if factory is not None:
         return _made_by(factory, scheme, url, configured)
-    from ckpt.io_backends.fsspec.backend import FsspecBackend
-    from ckpt.io_backends.fsspec.filesystem import known_to_fsspec
+    from .fsspec_backend import FsspecBackend
+    from .fsspec_filesystem import known_to_fsspec
 
     if known_to_fsspec(scheme):
         return FsspecBackend(url, configured.options)

@@ -71,10 +71,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_sessionfinish() -> None:
     if NO_DAEMON.exists():
         from ckpt.errors import CkptError
-        from ckpt.nodes.memory import client
+        from ckpt.nodes import memory_client
 
         with suppress(CkptError):  # it may have ended
-            client.connect(start=False, folder=NO_DAEMON).stop()
+            memory_client.connect(start=False, folder=NO_DAEMON).stop()
         shutil.rmtree(NO_DAEMON)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.live import Sink, Source
-from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory_client import MemoryClient
 from tests.distributed.ranks import Ranks
 from tests.memory.conftest import _daemon, daemon
 from tests.test_cuda import trained

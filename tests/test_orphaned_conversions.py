@@ -19,7 +19,7 @@ from ckpt.formats.registry import ExportRecord, open_catalog
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.posix.backend import PosixBackend
+from ckpt.io_backends.posix_backend import PosixBackend
 from ckpt.io_backends.protocol import Backend, PendingUpload
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.runs.orphans import Orphan, find_orphans, remove_orphans

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.pipeline.target import target
+from ckpt.converters.target import target
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.native.codecs import CODECS, check_choice
 from ckpt.io_backends import InProcessBackend, open_backend

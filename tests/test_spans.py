@@ -24,8 +24,7 @@ from ckpt.formats.native.spans import read_spans, write_spans
 from ckpt.formats.native.writer import files_of
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
-from ckpt.telemetry.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for
-from ckpt.telemetry.trace_events import trace_events, trace_lines
+from ckpt.telemetry.spans import LIMIT, PhaseSum, Span, Spans, SpanTable, limit_for, trace_events, trace_lines
 from tests.cli.checkpoints import sample, write_checkpoint
 
 # ------------------------------------------------------------------------------------------------------------- recording

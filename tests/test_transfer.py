@@ -12,7 +12,7 @@ import pytest
 
 from ckpt import settings
 from ckpt.concurrency import Rounds, imap_unordered, map_tasks, patience
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import Fault, FaultyProcess, InProcessBackend, SimulatedCrash, join_url, open_backend, wrap_backends

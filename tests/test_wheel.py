@@ -134,7 +134,7 @@ def test_the_wheel_works_far_from_the_sources(wheel: Path, tmp_path: Path) -> No
         archive.extractall(target)
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
-        "import ckpt, ckpt.formats.native, ckpt.io_backends, ckpt.converters, ckpt.cli.main, ckpt.engine.verify.verify\n"
+        "import ckpt, ckpt.formats.native, ckpt.io_backends, ckpt.converters, ckpt.cli.main, ckpt.engine.verify\n"
         "print('\\n'.join(sorted(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] == 'ckpt')))\n"
         "ckpt.cli.main.cli.main(['--version'])\n"
     )

@@ -5,7 +5,7 @@
 >>> engine.load_checkpoint()  # the newest of runs/a, of any stage and number of ranks  # doctest: +SKIP
 
 DeepSpeed hands a ``CheckpointEngine`` one pickled dict for each rank and file, without a layout, so the two methods are replaced on this
-engine. ``ckpt.state.zero`` has what an engine is made of. Source: ``deepspeed/runtime/engine.py``, 0.19.8.
+engine. ``ckpt.state.flat_parameters`` has what an engine is made of. Source: ``deepspeed/runtime/engine.py``, 0.19.8.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from ckpt import api, settings
 from ckpt.errors import NamesError, UsageError
 from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job, current_group
-from ckpt.state.named import plain, stored_name
+from ckpt.state.sharded import plain, stored_name
 
 __all__ = ["CkptLoad", "CkptSave", "plain"]
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ckpt.live import Version
-    from ckpt.telemetry.callbacks import ProgressCallback
+    from ckpt.telemetry.progress import ProgressCallback
 
 
 _HERE = TensorLayout.replicated((0,))

@@ -21,11 +21,11 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ckpt.errors import UsageError
+from ckpt.integrations.engines.loading import OPTIONS
 from ckpt.needs import warn_if_untried
 from ckpt.text import parse_object
 
 from .engines import EngineCheckpoint, EngineSink
-from .engines.loading import OPTIONS
 from .reading import take_step
 
 TAKE = f"{__name__}.take_weights"

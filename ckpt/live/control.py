@@ -35,7 +35,7 @@ from ckpt.errors import (
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import close_when_forked, interface_addresses, is_loopback
 from ckpt.net.wire import Channel, Either, Kind, checked, dial, is_count, is_seconds, receive, send
-from ckpt.nodes.memory.connection import check_private, write_private
+from ckpt.nodes.memory_connection import check_private, write_private
 from ckpt.text import address_text
 
 PURPOSE = "versions"

@@ -30,7 +30,7 @@ import xxhash
 
 from ckpt import settings
 from ckpt.errors import CkptError, FormatError, GroupError, error_from_json, error_to_json
-from ckpt.formats.deltas.changes import apply_section, encode_run, pack, unpack
+from ckpt.formats.delta_changes import apply_section, encode_run, pack, unpack
 from ckpt.net.streams import RECORD
 from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList
@@ -178,7 +178,7 @@ REASONS: Mapping[int, str] = {WHOLE_NOT_KEPT: NOT_KEPT, WHOLE_NO_SHORTER: NO_SHO
 # piece itself.
 
 # digest of the result (XXH3-64 of all boxes), 8 bytes
-# of each box, if any of the piece changed:    bytes of its changes (0: none), bytes of an element, changes (formats/deltas/changes.py)
+# of each box, if any of the piece changed:    bytes of its changes (0: none), bytes of an element, changes (formats/delta_changes.py)
 
 
 RESULT = struct.Struct("<Q")

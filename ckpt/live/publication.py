@@ -18,11 +18,10 @@ import torch
 from ckpt import units
 from ckpt.engine.devices import refuse_in_graph
 from ckpt.engine.save.capture import Capture
-from ckpt.engine.save.fence import CaptureFence, Outcome
 from ckpt.engine.save.leader import grouped
 from ckpt.engine.save.plan import RankPlan, plan_image, replicated_chunks
 from ckpt.engine.save.replicas import Replicas, compare_replicas
-from ckpt.engine.save.staging import Segment, StagedBatches
+from ckpt.engine.save.staging import CaptureFence, Outcome, Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import ConsistencyError, DeadlineError
 from ckpt.net.call import Call
@@ -34,8 +33,7 @@ from ckpt.plan.values import join_values
 from ckpt.state import lazy
 from ckpt.state.collect import Collected
 from ckpt.state.tensors import LocalShard, LocalTensor
-from ckpt.telemetry.callbacks import Stall
-from ckpt.telemetry.progress import SaveMeter
+from ckpt.telemetry.progress import SaveMeter, Stall
 from ckpt.telemetry.spans import Spans, SpanTable
 from ckpt.text import parse_json
 

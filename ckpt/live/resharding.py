@@ -29,8 +29,7 @@ import torch
 from ckpt import settings
 from ckpt.concurrency import gc_paused
 from ckpt.converters.selection import Views
-from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all
-from ckpt.engine.load.validate import verdict_of
+from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all, verdict_of
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.channel import Row
@@ -40,7 +39,7 @@ from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags
 from ckpt.state.targets import Binding
 from ckpt.state.tensors import LocalShard, LocalTensor
-from ckpt.telemetry.callbacks import ProgressCallback, callback_of
+from ckpt.telemetry.progress import ProgressCallback, callback_of
 from ckpt.telemetry.spans import Spans
 
 from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, views_of, worded

@@ -33,7 +33,7 @@ from ckpt.settings import check_flags
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.walk import check_state
-from ckpt.telemetry.callbacks import ProgressCallback, Stall, callback_of, reported
+from ckpt.telemetry.progress import ProgressCallback, Stall, callback_of, reported
 from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 

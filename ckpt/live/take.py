@@ -21,8 +21,7 @@ import torch
 from ckpt import settings
 from ckpt.concurrency import gc_paused
 from ckpt.converters.selection import Views
-from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all
-from ckpt.engine.load.validate import verdict_of
+from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all, verdict_of
 from ckpt.errors import CorruptError, CoverageError
 from ckpt.net.channel import Row
 from ckpt.plan.transfers import Share, TransferPlan

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ckpt import settings
 from ckpt.errors import ConsistencyError, DeadlineError, UsageError
-from ckpt.telemetry.callbacks import ProgressCallback
-from ckpt.telemetry.progress import WRITE, RankSign
+from ckpt.telemetry.progress import WRITE, ProgressCallback, RankSign
 from ckpt.text import parse_json
 
 from .call import Call

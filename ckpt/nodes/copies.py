@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import DataFile
-from ckpt.engine.copy.files import FileCheck, FileCopy
+from ckpt.engine.copied_files import FileCheck, FileCopy
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError
 from ckpt.formats.native.catalog import NativeCatalog

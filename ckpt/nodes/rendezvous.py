@@ -26,13 +26,13 @@ from ckpt.io_backends.registry import open_below, real_url
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import network
 from ckpt.net.group import Group
-from ckpt.nodes.memory.client import secret_for
-from ckpt.nodes.memory.remote import MemoryConnections
 from ckpt.plan.tables import ranks_text
 
+from . import memory_client
+from . import memory_connection as memory_place
 from .file_server import NodeConnections, NodeServer, RemoteNode
-from .memory import client
-from .memory import connection as memory_place
+from .memory_client import secret_for
+from .memory_remote import MemoryConnections
 from .nodes import StorageNode
 
 # Memory daemons of machines where no rank runs (``CKPT_MEMORY``): what the job before had there is read, never changed.
@@ -174,7 +174,7 @@ def _describe(me: StorageNode, directory: str) -> Row:
 
 def _daemon_id(directory: str) -> str | None:
     """Of the memory daemon of this machine, which is started if the directory is one of memory."""
-    return client.connect().changes()[0] if is_memory(directory) else None
+    return memory_client.connect().changes()[0] if is_memory(directory) else None
 
 
 def _survivors(directory: str, own: Sequence[str | None]) -> Sequence[StorageNode]:

@@ -5,10 +5,21 @@
 
 from __future__ import annotations
 
-from .both import KEEP_RULES, AnyOf, BothPolicy, EverySteps, from_json, parse_keep, to_json
+from .both import (
+    KEEP_RULES,
+    AnyOf,
+    Before,
+    BothPolicy,
+    EveryBudget,
+    EveryOptimal,
+    EverySteps,
+    from_json,
+    machine_deadline,
+    parse_keep,
+    to_json,
+)
 from .both import AnyOf as Any
 from .keep import All, Best, KeepPolicy, Latest, StepInfo, Tagged, Verdict, Verdicts, Within, retention
-from .measured import Before, EveryBudget, EveryOptimal, machine_deadline
 from .save import Anchor, AtSteps, EveryMinutes, Moment, OnPreemption, SaveCost, SavePolicy, TrustFrozen
 
 __all__ = [

@@ -18,8 +18,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from ckpt.errors import UsageError
+from ckpt.settings import check_positive, check_whole
 
-from .save import JoinedPolicy, Policy, check_positive, check_whole, flat
+from .save import JoinedPolicy, Policy, flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

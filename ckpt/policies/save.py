@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import signal
-import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -23,6 +22,7 @@ from fnmatch import fnmatchcase
 from typing import ClassVar, TypeVar, cast
 
 from ckpt.errors import UsageError
+from ckpt.settings import check_positive, check_whole
 
 
 class Policy:
@@ -68,19 +68,6 @@ def flat(policies: Iterable[P]) -> tuple[P, ...]:
         members = cast(tuple[P, ...], policy.policies) if isinstance(policy, JoinedPolicy) else (policy,)
         distinct += [member for member in members if member not in distinct]
     return tuple(distinct)
-
-
-def check_whole(value: object, what: str, least: int, hint: str | None = None) -> None:
-    """Raise UsageError unless ``value`` is an int of at least ``least``; ``what`` names it."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{what} is a whole number of at least {least}, not {value!r}", hint=hint)
-
-
-def check_positive(value: object, what: str, *, zero: bool = False) -> None:
-    """Raise UsageError unless ``value`` is a finite int or float above 0, or 0 if ``zero``; ``what`` names it."""
-    good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
-    if not good or (value == 0 and not zero):
-        raise UsageError(f"{what} is a {'number that is not negative' if zero else 'positive number'}, not {value!r}")
 
 
 @dataclass(frozen=True)

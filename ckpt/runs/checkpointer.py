@@ -29,9 +29,9 @@ from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
-from ckpt.policies.save import check_positive
+from ckpt.settings import check_positive
 from ckpt.state.walk import check_state
-from ckpt.telemetry.callbacks import callback_of
+from ckpt.telemetry.progress import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
 
@@ -41,10 +41,9 @@ from .members import Member, MemberChanges
 from .membership import Membership
 from .node_tier import Memory, NodeLocal, SharedLocal
 from .reporter import Reporter
-from .restore_order import BeginFrom, LoadedCopy, RestoredFrom, load_nearest, load_origin, origin_of
 from .save_schedule import FailedSaves, SaveSchedule, State, check_step, metric_values, state_of
 from .step_listing import Step, step_url
-from .tier_chain import TierChain
+from .tier_chain import BeginFrom, LoadedCopy, RestoredFrom, TierChain, load_nearest, load_origin, origin_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -34,17 +34,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
-from ckpt.formats.native.awaited import GENERATION_LIMIT, GENERATION_PATH, MARKS
-from ckpt.formats.native.commit import (
-    COMMIT_PATH,
-    JOINT,
-    WRITER,
-    CommitRecord,
-    MemberCheckpoint,
-    new_id,
-    now,
-    read_record,
-)
+from ckpt.formats.native.commit import COMMIT_PATH, JOINT, WRITER, CommitRecord, MemberCheckpoint, new_id, now, read_record
+from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import KeepPolicy, retention

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.awaited import GENERATION_PATH, MARKS
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
+from ckpt.formats.native.virtual import GENERATION_PATH, MARKS
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.text import parse_object

@@ -24,7 +24,7 @@ from ckpt.nodes.rendezvous import JobNodes, is_memory, meet, own_node
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.policies import EverySteps, KeepPolicy, Latest, SavePolicy
 from ckpt.policies.both import check_arguments
-from ckpt.policies.save import check_whole
+from ckpt.settings import check_whole
 from ckpt.text import show_as, url_text
 
 from .step_listing import Step

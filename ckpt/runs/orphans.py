@@ -12,10 +12,10 @@ from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.awaited import GENERATION_PATH
 from ckpt.formats.native.clearing import BATCH, FileReferrers, RunReferrers, clear, referrers_in
 from ckpt.formats.native.commit import COMMIT_PATH, RECORD_LIMIT, began
 from ckpt.formats.native.paths import id_of, is_there, step_number
+from ckpt.formats.native.virtual import GENERATION_PATH
 from ckpt.formats.native.writer import committed_id
 from ckpt.formats.registry import CLAIM, MARK_PATH, RECORD_PATH, ConversionRecord, ExportRecord, mark_name, record_path
 from ckpt.io_backends.protocol import Backend, ObjectMeta, PendingUpload

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.errors import UsageError, storage_failed
 from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
-from ckpt.policies.save import check_whole
+from ckpt.settings import check_whole
 from ckpt.state.walk import check_state
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from ckpt.catalog import DataFile
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
-from ckpt.formats.native.awaited import MARKS, unfinished_run, unfinished_step
 from ckpt.formats.native.catalog import read_index
 from ckpt.formats.native.clearing import references_of, remaining_files, remaining_references
 from ckpt.formats.native.commit import (
@@ -31,8 +30,8 @@ from ckpt.formats.native.commit import (
 )
 from ckpt.formats.native.index import decode_files
 from ckpt.formats.native.paths import FILES, SOURCES, SPANS, RunBackend, has_orphans, index_path, is_reference, step_number
-from ckpt.formats.native.virtual import decode_sources
-from ckpt.formats.registry import CONVERTING
+from ckpt.formats.native.virtual import MARKS, decode_sources, unfinished_run, unfinished_step
+from ckpt.formats.registry import CONVERTING, runs_below, some_runs
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend, real_url
 from ckpt.text import parse_object, url_text
@@ -41,7 +40,6 @@ UNFINISHED = "the save failed, or still goes on"
 UNCONVERTED = "a conversion did not finish: the same `ckpt convert` goes on"
 
 _LISTING_THREADS = 8
-_LOOKED_INTO, _NAMED = 32, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,14 +207,6 @@ def is_of_checkpoint(names: Sequence[str]) -> bool:
     return any(name in (COMMIT_PATH, "data/", f"{MARKS}/") or name.startswith("index-") for name in names)
 
 
-def runs_below(url: str) -> list[str]:
-    """URLs of directories right below ``url`` that hold checkpoints themselves: where somebody meant who named the directory above. Of
-    many directories only the first are looked at."""
-    names = [name.rstrip("/") for name in open_backend(url).list_dir("") if name.endswith("/")]
-    below = [join_url(url, name) for name in names[:_LOOKED_INTO]]
-    return [run for run in below if any(s.committed or s.damaged for s in list_steps(run))]
-
-
 def vanished_bases(root_url: str, steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
     """URL of a checkpoint of the run → names of those that have data files it refers to and that are not there any more: it cannot be
     loaded whole. A checkpoint that is listed alone, or through a link, has neighbours that are not
@@ -235,9 +225,8 @@ def none_here(url: str) -> CkptError:
         )
     if (joint := unfinished_run(url)) is not None:
         return joint
-    runs = runs_below(url)
-    more = f" and {len(runs) - _NAMED} more" if len(runs) > _NAMED else ""
-    hint = f"name one of the runs below: {', '.join(runs[:_NAMED])}{more}" if runs else "name the directory that holds the steps"
+    runs = runs_below(url, open_backend(url).list_dir())
+    hint = f"name one of the runs below: {some_runs(runs)}" if runs else "name the directory that holds the steps"
     return NotFoundError("this is neither a run nor a checkpoint", where=url, hint=hint)
 
 

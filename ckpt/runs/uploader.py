@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.engine.copy.copy import Transfer
+from ckpt.engine.copy import Transfer
 from ckpt.errors import CkptError, CorruptError, DeadlineError, StorageError, raised
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.call import Call

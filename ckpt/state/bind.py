@@ -23,15 +23,13 @@ from ckpt.plan.tree_decoding import Node
 
 from . import lazy
 from .bind_optimizers import OptimizerBinder
-from .fsdp1 import reshard
-from .named import NamedValues, is_named, merge, place, same_boxes
+from .flat_parameters import EngineState, partition_again, refresh, reshard
 from .shard_table import ShardCache, ShardTable, own_name
-from .sharded import Sharded
+from .sharded import NamedValues, Sharded, is_named, merge, place, same_boxes
 from .subclasses import is_wrapper
 from .targets import Binder, Binding, Setter, inline_only
 from .torch_objects import ParamNames, copies_of, frozen_beside, is_frozen, is_offloaded, names_in, params_of, refuse_zero, tensors_of
 from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of, values_in
-from .zero import EngineState, partition_again, refresh
 
 if TYPE_CHECKING:
     import torch

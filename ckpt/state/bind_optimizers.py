@@ -18,7 +18,7 @@ from ckpt.plan.values import CLASS
 
 from . import lazy
 from .dtensor import is_dtensor
-from .fsdp1 import FlatPart
+from .flat_parameters import FlatPart
 from .shard_table import StateOf
 from .sharded import Sharded
 from .subclasses import created, is_wrapper

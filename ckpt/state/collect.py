@@ -21,10 +21,9 @@ from ckpt.plan.values import REPLICA, StatePart
 
 from . import lazy
 from .dtensor import dtensor_types
-from .fsdp1 import FlatPart
-from .named import NamedValues, is_main, is_named, place
+from .flat_parameters import EngineState, FlatPart
 from .shard_table import ShardCache, ShardTable, StateOf
-from .sharded import Sharded
+from .sharded import NamedValues, Sharded, is_main, is_named, place
 from .subclasses import TENSORS, describe, is_wrapper
 from .tensors import LocalTensor
 from .torch_objects import (
@@ -44,13 +43,12 @@ from .torch_objects import (
     tensors_of,
 )
 from .walk import Compound, PerRank, is_stateful, scan_state, state_of
-from .zero import EngineState
 
 if TYPE_CHECKING:
     import torch
     from torch.optim import Optimizer
 
-# What of a state changes only behind a fence (``engine.save.fence``), so that a save in the background may copy it later.
+# What of a state changes only behind a fence (``engine.save.staging``), so that a save in the background may copy it later.
 #
 # Torch calls a hook of ours before each optimizer's step, and the hook waits. Nothing else that changes tensors waits by itself. An
 # optimizer counts that is in the state, or that the hook has seen: who publishes weights seldom gives the optimizer, too.

@@ -37,17 +37,7 @@ from . import lazy
 from .dtensor import is_dtensor, is_sharded_tensor, states_boxes, widened
 from .sharded import Sharded, beside_stated, from_sharded_tensor, from_stated
 from .subclasses import inner_layouts, wrapper_of
-from .tensors import (
-    LocalShard,
-    LocalTensor,
-    dtensor_layout,
-    dtype_of,
-    from_dtensor,
-    from_placed,
-    from_plain,
-    identity,
-    local_of,
-)
+from .tensors import LocalShard, LocalTensor, dtensor_layout, dtype_of, from_dtensor, from_placed, from_plain, identity, local_of
 from .torch_objects import refuse_partitioned
 
 if TYPE_CHECKING:

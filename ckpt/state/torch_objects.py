@@ -13,10 +13,9 @@ from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of
 from ckpt.plan.values import LABEL, StatePart
 
 from . import lazy
-from .fsdp1 import FSDP1, FlatPart, flat_parts, own_tensors
+from .flat_parameters import FSDP1, FlatPart, engine_parts, expert_paths, flat_parts, is_of_deepspeed, module_of, own_tensors, owners_of
 from .tensors import local_of
 from .walk import values_in
-from .zero import engine_parts, expert_paths, is_of_deepspeed, module_of, owners_of
 
 if TYPE_CHECKING:
     import torch

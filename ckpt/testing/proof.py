@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ckpt.errors import GroupError, NotFoundError, UsageError
-from ckpt.policies.save import check_whole
+from ckpt.settings import check_whole
 
 from .comparison import Notes, Reference, ResumeReport
 

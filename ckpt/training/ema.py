@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.engine.save.fence import fence
+from ckpt.engine.save.staging import fence
 from ckpt.errors import StateError, UsageError
 from ckpt.state.collect import Fenced
 from ckpt.state.tensors import local_of

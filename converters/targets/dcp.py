@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt import settings
-from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, slabs
 from ckpt.converters.selection import OutputSet, OutputTensor, choose
+from ckpt.converters.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, slabs
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 from ckpt.formats.native.writer import publish
@@ -203,4 +203,4 @@ def _described(value: Any, known: dict[int, _Marked]) -> TensorStorageMetadata |
 
 
 TARGET = Target(name="dcp", computes=True, choose=choose, plan=plan)
-"""For ``ckpt.converters.pipeline.target``."""
+"""For ``ckpt.converters.target``."""

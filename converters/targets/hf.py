@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.translation import of_config
-from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name
 from ckpt.converters.selection import OutputSet, OutputTensor, choose_weights
+from ckpt.converters.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
@@ -293,7 +293,7 @@ def _notes(chosen: OutputSet) -> tuple[str, ...]:
 
 
 TARGET = Target(name="hf", computes=True, choose=choose_weights, plan=plan, one_file=lambda url: url.endswith(SUFFIX), notes=_notes)
-"""For ``ckpt.converters.pipeline.target``."""
+"""For ``ckpt.converters.target``."""
 
 
 # What lies beside exported weights: ``config.json``, and tokenizer and other small files.

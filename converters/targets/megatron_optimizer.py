@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ckpt.converters.pipeline.target import FileItem, OutputFile
 from ckpt.converters.selection import OutputTensor
+from ckpt.converters.target import FileItem, OutputFile
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.buffers import BufferParam
 from ckpt.formats.megatron.names import NOT_TRAINED, is_decayed, is_expert

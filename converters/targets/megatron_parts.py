@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from typing import Any, NamedTuple, NoReturn
 
-from ckpt.converters.pipeline.target import MegatronParallel
 from ckpt.converters.selection import OutputTensor
+from ckpt.converters.target import MegatronParallel
 from ckpt.dtypes import DType
 from ckpt.errors import FormatError, UsageError
 from ckpt.formats.megatron.names import (

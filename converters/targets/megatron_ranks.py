@@ -13,13 +13,12 @@ from typing import Any
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.convention import CONFIG
 from ckpt.converters.mapping.translation import of_config, padded_vocabulary
-from ckpt.converters.pipeline.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.selected_state import pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions
 from ckpt.converters.selection import choose as choose_all
+from ckpt.converters.target import FileItem, MegatronParallel, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.errors import CorruptError, NotFoundError, UsageError
-from ckpt.formats.megatron.catalog import TRACKER
-from ckpt.formats.megatron.legacy_ranks import FILE, OPTIMIZER_FILE
+from ckpt.formats.megatron.catalog import FILE, OPTIMIZER_FILE, TRACKER
 from ckpt.formats.megatron.names import (
     EMBEDDING,
     EXTRA_STATE,
@@ -360,4 +359,4 @@ def _file(path: str, head: Mapping[str, Any], chunks: Sequence[Sequence[RankPara
 
 
 TARGET = Target(name="megatron", choose=choose, plan=plan, parallel=True)
-"""For ``ckpt.converters.pipeline.target``."""
+"""For ``ckpt.converters.target``."""

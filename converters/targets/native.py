@@ -10,9 +10,9 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.catalog import Catalog, Contents, DataFile, Grid
-from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, cuts_at
 from ckpt.converters.selected_state import RenamedOptimizer, below, groups_by_name, is_optimizer, pruned
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose, not_skipped, seams_of
+from ckpt.converters.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, cuts_at
 from ckpt.errors import ConflictError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.datafile import HEADER_LIMIT, ChunkSpec, DataFilePlan, plan_data_files
@@ -179,4 +179,4 @@ def _commit(backend: Backend, chosen: OutputSet, plans: Sequence[DataFilePlan], 
 
 
 TARGET = Target(name="native", computes=True, choose=choose_loadable, plan=plan, replaces=True)
-"""For ``ckpt.converters.pipeline.target``."""
+"""For ``ckpt.converters.target``."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from ckpt.catalog import Catalog
-from ckpt.converters.pipeline.target import OutputOptions, OutputPlan, Target
 from ckpt.converters.selection import OutputSet, OutputTensor, SelectOptions, choose
+from ckpt.converters.target import OutputOptions, OutputPlan, Target
 from ckpt.errors import UsageError
 from ckpt.formats.megatron.catalog import METADATA_JSON, TRACKER
 from ckpt.formats.megatron.names import EMBEDDING, LAYER, OUTPUT, expert_of, gated_layers, tensor_parallel_axis
@@ -281,7 +281,7 @@ def _items(key: str, member: StackedTensor) -> list[TensorItem]:
 
 
 TARGET = Target(name="torch_dist", choose=choose_parameters, plan=plan)
-"""For ``ckpt.converters.pipeline.target``."""
+"""For ``ckpt.converters.target``."""
 
 
 # ---------------------------------------- the common part, besides tensors

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from ckpt.catalog import Grid
-from ckpt.converters.pipeline.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.converters.selection import OutputSet, OutputTensor, choose
+from ckpt.converters.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target
 from ckpt.dtypes import DType
 from ckpt.engine.view import StoredPerRank, StoredTensor, View
 from ckpt.errors import UsageError
-from ckpt.formats.external.base import ExternalCatalog, ExternalContents
+from ckpt.formats.external import ExternalCatalog, ExternalContents
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.tree_decoding import child_path
 from ckpt.state.tensors import torch_dtype
@@ -269,4 +269,4 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
 
 
 TARGET = Target(name="torch", computes=True, choose=choose, plan=plan, one_file=lambda url: True)
-"""For ``ckpt.converters.pipeline.target``."""
+"""For ``ckpt.converters.target``."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckpt.catalog import Format
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ExternalCatalog, ExternalContents, ExternalFile, sizes_of
+from ckpt.formats.external import ExternalCatalog, ExternalContents, ExternalFile, sizes_of
 from ckpt.formats.fsdp import RankValues
-from ckpt.formats.pickles.nodes import step_node
-from ckpt.formats.pickles.stand_ins import StoredView
-from ckpt.formats.protocol import Format
-from ckpt.formats.torchzip.catalog import TensorTable
+from ckpt.formats.pickle_nodes import step_node
+from ckpt.formats.stand_ins import StoredView
+from ckpt.formats.torchzip import TensorTable
 from ckpt.plan import tree
 from ckpt.plan.tree_decoding import Node
 

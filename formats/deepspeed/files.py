@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.external.base import SingleFile
-from ckpt.formats.pickles.stand_ins import Made, Size, StoredView, counts
-from ckpt.formats.torchzip.archive import Archive, open_archive
+from ckpt.formats.external import SingleFile
+from ckpt.formats.stand_ins import Made, Size, StoredView, counts
+from ckpt.formats.torch_archive import Archive, open_archive
 from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
 

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 
 from ckpt.catalog import Grid
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import grid_of
-from ckpt.formats.external.elements import flat_pieces
-from ckpt.formats.pickles.stand_ins import StoredView
-from ckpt.formats.torchzip.catalog import StorageBlock, TensorTable
+from ckpt.formats.external import grid_of
+from ckpt.formats.external_elements import flat_pieces
+from ckpt.formats.stand_ins import StoredView
+from ckpt.formats.torchzip import StorageBlock, TensorTable
 from ckpt.plan.layout.geometry import Box
 
 from .files import MASTER, RankStates, same_groups

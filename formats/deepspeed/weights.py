@@ -12,11 +12,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import grid_of
-from ckpt.formats.external.elements import flat_pieces
-from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.stand_ins import StoredView
-from ckpt.formats.torchzip.catalog import StorageBlock, TensorTable
+from ckpt.formats.external import grid_of
+from ckpt.formats.external_elements import flat_pieces
+from ckpt.formats.pickle_nodes import NodeMaker
+from ckpt.formats.stand_ins import StoredView
+from ckpt.formats.torchzip import StorageBlock, TensorTable
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.layout.placements import window_sizes
 from ckpt.plan.tree_decoding import Node

@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ckpt.formats.external.elements import flat_pieces, reach
+from ckpt.formats.external_elements import flat_pieces, reach
 
 from .names import LocalParam
 from .pieces import Source, SourcePiece

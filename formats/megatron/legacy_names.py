@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.pickles.stand_ins import StoredView
+from ckpt.formats.stand_ins import StoredView
 
 from .buffers import BufferSegment
 from .names import (

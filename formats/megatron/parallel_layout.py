@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckpt.errors import FormatError
-from ckpt.formats.dcp.container import DcpTensor
-from ckpt.formats.external.elements import cast_bits, read_box
+from ckpt.formats.dcp_container import DcpTensor
+from ckpt.formats.external_elements import cast_bits, read_box
 from ckpt.plan.layout.geometry import Box
 
 from .buffers import BufferParam, BufferSegment, layout_in, pieces_of

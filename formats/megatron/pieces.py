@@ -11,12 +11,12 @@ import numpy as np
 from ckpt.catalog import Extent, Replica, TensorEntry
 from ckpt.dtypes import dtype
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.container import DcpBox, Places
-from ckpt.formats.external.base import ChunkRequests, ExternalFile, Range, grid_of, one_chunk_grid, read_ranges
-from ckpt.formats.external.elements import reach, read_extent, strided
-from ckpt.formats.pickles.stand_ins import StoredStorage, StoredView
-from ckpt.formats.torchzip.archive import Archive
-from ckpt.formats.torchzip.catalog import rows_of
+from ckpt.formats.dcp_container import DcpBox, Places
+from ckpt.formats.external import ChunkRequests, ExternalFile, Range, grid_of, one_chunk_grid, read_ranges
+from ckpt.formats.external_elements import reach, read_extent, strided
+from ckpt.formats.stand_ins import StoredStorage, StoredView
+from ckpt.formats.torch_archive import Archive
+from ckpt.formats.torchzip import rows_of
 from ckpt.plan.layout.geometry import Box
 
 if TYPE_CHECKING:

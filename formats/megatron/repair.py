@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import FormatError, UsageError
-from ckpt.formats.external.base import ExternalFile, WithFile
-from ckpt.formats.external.elements import read_box
+from ckpt.formats.external import ExternalFile, WithFile
+from ckpt.formats.external_elements import read_box
 from ckpt.plan.layout.geometry import Box, box_to_flat, flat_to_boxes
 
 from .buffers import BufferLayout, BufferSegment, buffer_layout, pieces_of, shifts

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.formats.dcp.container import DcpTensor
-from ckpt.formats.pickles.stand_ins import GlobalName, StoredView
+from ckpt.formats.dcp_container import DcpTensor
+from ckpt.formats.stand_ins import GlobalName, StoredView
 
 from .buffers import BUCKET_DIVISOR, Bucket, BufferLayout, BufferParam, BufferSegment, buffer_layout, pieces_of
 from .names import LocalParam

@@ -15,11 +15,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.dcp.container import METADATA, DcpTensor, Metadata, open_items, rank_of, read_metadata
-from ckpt.formats.external.base import ExternalFile, sizes_of
-from ckpt.formats.external.elements import flat_pieces
-from ckpt.formats.pickles.stand_ins import counts
-from ckpt.formats.torchzip.archive import Archive, open_archive
+from ckpt.formats.dcp_container import METADATA, DcpTensor, Metadata, open_items, rank_of, read_metadata
+from ckpt.formats.external import ExternalFile, sizes_of
+from ckpt.formats.external_elements import flat_pieces
+from ckpt.formats.stand_ins import counts
+from ckpt.formats.torch_archive import Archive, open_archive
 
 from .legacy_names import MASTERS
 from .names import EXTRA_STATE, LAYER, expert_name, fused_norms

@@ -10,10 +10,10 @@ from typing import Any, TypeGuard
 
 from ckpt.catalog import TensorEntry
 from ckpt.errors import FormatError
-from ckpt.formats.external.base import ExternalCatalog, ExternalContents
-from ckpt.formats.pickles.nodes import NodeMaker, Place, step_node
-from ckpt.formats.pickles.stand_ins import Made, StoredPart, StoredView
-from ckpt.formats.torchzip.archive import Archive
+from ckpt.formats.external import ExternalCatalog, ExternalContents
+from ckpt.formats.pickle_nodes import NodeMaker, Place, step_node
+from ckpt.formats.stand_ins import Made, StoredPart, StoredView
+from ckpt.formats.torch_archive import Archive
 from ckpt.plan import tree
 
 from .names import VOCABULARY, is_decayed, is_expert

@@ -15,16 +15,14 @@ import numpy as np
 import xxhash
 
 from ckpt import settings
-from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, TensorEntry, identity
+from ckpt.catalog import Anchored, CatalogDefaults, Contents, DataFile, Extent, Format, TensorEntry, identity
 from ckpt.concurrency import map_tasks
 from ckpt.dtypes import DType
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotCommittedError, NotFoundError, StorageError, UsageError
-from ckpt.formats.protocol import Format
 from ckpt.io_backends.checks import read_checked
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.geometry import Box
 
-from .checks import find_excess
 from .codecs import CHUNK_LIMIT, CODECS, WITHOUT_ANCHOR, is_known, unknown_codec
 from .commit import ANCHORS, CODED, COMMIT_PATH, REFERENCED, VERSION, VIRTUAL, CommitRecord, read_record
 from .datafile import box_text, chunk_key, coded_key
@@ -32,7 +30,7 @@ from .header import Header, Known, Sought, StoredChunk, Stretches, find_alike, p
 from .index import decode_index
 from .paths import INDEX_LIMIT, RANK_ROWS, TENSORS, RunBackend, has_orphans, is_reference, owner_of
 from .ranks import RankParts, TensorsOfRanks, ValuesOfRanks
-from .tables import too_little_memory
+from .tables import find_excess, too_little_memory
 from .virtual import VirtualCatalog
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import CorruptError, FormatError, UsageError
-from ckpt.formats.external.elements import PREFIX, gather
+from ckpt.formats.external_elements import PREFIX, gather
 from ckpt.needs import plugin, plugin_names
 
 # What a codec of chunks is (docs/format.md §10): two functions, and what the rest of the software asks of them.

@@ -35,10 +35,9 @@ from ckpt.plan.layout.geometry import Cuts
 from ckpt.plan.values import StatePart
 from ckpt.text import parse_json
 
-from .checks import find_problem, node_problem
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
-from .tables import Ragged, column, from_file, lists, numbers, to_file, too_little_memory
+from .tables import Ragged, column, find_problem, from_file, lists, node_problem, numbers, to_file, too_little_memory
 from .virtual import decode_extents, decode_sources, encode_extents
 
 # The last few results of something that takes long and often has the same outcome. Thread-safe.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
-from ckpt.formats.external.base import Routed
+from ckpt.formats.external import Routed
 from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
 

@@ -24,9 +24,8 @@ from ckpt.io_backends.checks import read_checked
 from ckpt.plan.layout.geometry import Cuts
 from ckpt.text import parse_json
 
-from .checks import node_problem, row_excess, tensor_problem
 from .paths import RANK_ROWS, RANK_TABLE
-from .tables import column, from_file, integers, to_file, too_little_memory
+from .tables import column, from_file, integers, node_problem, row_excess, tensor_problem, to_file, too_little_memory
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend

@@ -13,7 +13,7 @@ import xxhash
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.dtypes import DTYPES, FROM_SAFETENSORS, DType
 from ckpt.errors import CorruptError, FormatError, NotFoundError
-from ckpt.formats.external.base import grid_of
+from ckpt.formats.external import grid_of
 from ckpt.io_backends.checks import read_alike
 from ckpt.plan.layout.geometry import Box, find_fault
 from ckpt.text import parse_json

@@ -15,8 +15,8 @@ import torch
 import ckpt
 from ckpt.catalog import Extent
 from ckpt.converters.convert import convert
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, UsageError
 from ckpt.formats.native import commit
 from ckpt.formats.native.catalog import NativeCatalog

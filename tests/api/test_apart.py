@@ -18,18 +18,18 @@ from torch.distributed import HashStore
 import ckpt
 from ckpt import settings
 from ckpt.catalog import Catalog
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.engine.load.fill import LoadOptions
 from ckpt.engine.load.load import load_state
 from ckpt.engine.save import save as save_module
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.formats.native import commit, datafile
 from ckpt.formats.native.ranks import decode_ranks, encode_row
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.posix.backend import PosixBackend
+from ckpt.io_backends.posix_backend import PosixBackend
 from ckpt.net.channel import ControlChannel
 from ckpt.net.group import Group
 from ckpt.net.store import group_store

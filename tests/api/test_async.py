@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import ckpt
-from ckpt.engine.save import fence
+from ckpt.engine.save import staging
 from ckpt.engine.save.capture import Capture
 from ckpt.engine.save.job import save_cache
 from ckpt.errors import BusyError, CancelledError, ConsistencyError, StateError, UsageError
@@ -251,7 +251,7 @@ def test_the_hook_of_optimizers_is_one_for_all_saves(root: str) -> None:
     for n in range(5):
         ckpt.save_async(f"{root}/{n}", job.state()).result(30)
     assert hooks() == before
-    assert not fence._capturing
+    assert not staging._capturing
 
 
 # ------------------------------------------------------------------------------------------------------------- handle
@@ -417,7 +417,7 @@ def test_a_staging_budget_that_is_too_small_is_refused(url: str) -> None:
     state = {"a": torch.ones(BIG)}
     with pytest.raises(UsageError, match=r"staging_bytes=8192 is too small: this state needs at least \d+"):
         ckpt.save_async(url, state, staging_bytes=8192)
-    with pytest.raises(UsageError, match="positive"):
+    with pytest.raises(UsageError, match="whole number of at least 1"):
         ckpt.save_async(url, state, staging_bytes=0)
     assert not os.path.exists(f"{url}/checkpoint.json")
     ckpt.save_async(url, state).result(30)

@@ -22,7 +22,7 @@ import torch
 
 import ckpt
 from ckpt import Checkpointer, list_steps
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.errors import CorruptError
 from ckpt.policies import All, EverySteps, KeepPolicy, Latest, Tagged
 from tests.cli.checkpoints import flip

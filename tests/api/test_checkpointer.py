@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -348,7 +349,9 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
     ("options", "text"),
     [
         ({"capture": "egaer"}, "capture is 'lazy' or 'eager', not 'egaer'"),
-        ({"staging_bytes": 0}, "staging_bytes must be a positive whole number, not 0"),
+        ({"staging_bytes": 0}, "staging_bytes is a whole number of at least 1, not 0"),
+        ({"staging_bytes": np.int64(4096)}, r"pass an int: int\(4096\)"),
+        ({"publish_timeout": np.float32(4)}, r"pass a float: float\(4.0\)"),
         ({"layout": "tp"}, "layout must be a ckpt.Layout, not str"),
         ({"layout": ckpt.Layout({"tp": 2}, rules=[("*", ckpt.Replicate())])}, "is for 2 ranks"),
         ({"codec": "gzip"}, "gzip"),

@@ -17,7 +17,7 @@ import ckpt
 from ckpt import settings
 from ckpt.cli.main import cli
 from ckpt.dtypes import DTYPES
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError, UsageError
 from ckpt.formats.native import datafile
 from tests.api.checked import Stored, data_files, described, empty_directory, pattern, same

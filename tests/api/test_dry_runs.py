@@ -17,7 +17,7 @@ import ckpt
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.engine.load import chunk_scan, reader
 from ckpt.errors import NamesError, ShapeError, StateError, UsageError
-from ckpt.io_backends.posix.writer import PosixWriter
+from ckpt.io_backends.posix_writer import PosixWriter
 
 
 def model(*, meta: bool = False) -> nn.Module:

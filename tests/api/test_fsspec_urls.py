@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import StorageError
 from ckpt.io_backends import Fault, FaultyProcess, wrap_backends
 from ckpt.policies import EverySteps, Latest

@@ -38,7 +38,7 @@ def write(root: Path, *numbers: int) -> None:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Eight steps, on a file system whose times are exact enough to be believed at once."""
-    monkeypatch.setattr("ckpt.io_backends.posix.backend._COARSE", 0)
+    monkeypatch.setattr("ckpt.io_backends.posix_backend._COARSE", 0)
     write(tmp_path / "run", *range(8))
     return tmp_path / "run"
 
@@ -214,7 +214,7 @@ def test_the_order_of_removal_grows_with_the_number_of_users() -> None:
 
 
 def test_a_save_reads_as_many_records_however_many_steps_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.io_backends.posix.backend._COARSE", 0)
+    monkeypatch.setattr("ckpt.io_backends.posix_backend._COARSE", 0)
     write(tmp_path, 0)
     counts = {}
     for count in (8, 64):

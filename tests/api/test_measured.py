@@ -19,7 +19,7 @@ from ckpt.formats.native.spans import read_spans
 from ckpt.io_backends import checks
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.io_backends.s3.tries import Acquaintance, Tries
+from ckpt.io_backends.s3_tries import Acquaintance, Tries
 from ckpt.runs.events import AlertRules, Alerts, Event
 from ckpt.runs.report.content import Setting, build_report
 from tests.observe.saves import many, save

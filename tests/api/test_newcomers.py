@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import ckpt
-from ckpt.errors import LayoutError, MismatchError, NamesError, UsageError
+from ckpt.converters.importer import import_checkpoint
+from ckpt.errors import LayoutError, MismatchError, NamesError, NotFoundError, UsageError
 
 
 def test_a_layout_for_another_number_of_ranks(url: str) -> None:
@@ -23,6 +25,23 @@ def test_a_layout_for_another_number_of_ranks(url: str) -> None:
 def test_what_is_no_layout(url: str, layout: Any) -> None:
     with pytest.raises(UsageError, match="must be a ckpt.Layout"):
         ckpt.save(url, {"w": torch.zeros(4)}, layout=layout)
+
+
+@pytest.mark.parametrize("progress", [True, "yes", 3])
+def test_progress_that_cannot_be_called(url: str, progress: Any) -> None:
+    ckpt.save(url, {"w": torch.zeros(4)})
+    calls: list[Callable[[], object]] = [
+        lambda: ckpt.verify(url, progress=progress),
+        lambda: ckpt.copy(url, f"{url}-copy", progress=progress),
+        lambda: ckpt.convert(url, f"{url}-copy", to="native", progress=progress),
+        lambda: ckpt.merge(f"{url}-copy", [url, url], progress=progress),
+        lambda: import_checkpoint(url, f"{url}-copy", progress=progress),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=f"progress= takes a function of bytes done and bytes in all, not {progress!r}"):
+            call()
+    with pytest.raises(NotFoundError):
+        ckpt.open(f"{url}-copy")
 
 
 def test_rules_may_be_a_dict_and_must_be_rules() -> None:

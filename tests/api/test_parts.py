@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.errors import NamesError, StateError, UsageError
 from ckpt.policies import Latest
 from ckpt.runs.step_listing import list_steps

@@ -44,7 +44,7 @@ def test_the_copy_shows_where_other_threads_do(tmp_path: Path) -> None:
 
 
 def test_without_a_profiler_there_is_no_range() -> None:
-    from ckpt.engine.save.fence import in_trace
+    from ckpt.engine.save.staging import in_trace
 
     @in_trace("ckpt.nothing")
     def nothing() -> int:

@@ -303,7 +303,7 @@ def test_what_the_documents_name_is_public() -> None:
 
 
 def test_a_name_of_the_inside_is_noticed() -> None:
-    inner = ("engine.copy.copy.copy_checkpoint", "state.collect.collect", "converters.pipeline.target.Target")
+    inner = ("engine.copy.copy_checkpoint", "state.collect.collect", "converters.target.Target")
     assert [name for name in inner if _is_public(name)] == []
 
 

@@ -16,13 +16,13 @@ import ckpt
 from ckpt.catalog import Contents, DataFile
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.engine.save.job import SaveCache, save_cache
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
-from ckpt.formats.native.checks import find_problem
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RunBackend
+from ckpt.formats.native.tables import find_problem
 from ckpt.formats.native.writer import CheckpointJournal, set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess

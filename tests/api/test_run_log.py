@@ -65,7 +65,7 @@ def test_a_storage_that_takes_nothing_more(tmp_path: Path, monkeypatch: pytest.M
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise ckpt.errors.AccessError("read only", where=str(tmp_path))
 
-    monkeypatch.setattr("ckpt.io_backends.posix.backend.PosixBackend.put_if", refuse)
+    monkeypatch.setattr("ckpt.io_backends.posix_backend.PosixBackend.put_if", refuse)
     with ckpt.Checkpointer(str(tmp_path)) as c:
         assert c.restore(state()) == 1
     assert not (tmp_path / PATH).exists()

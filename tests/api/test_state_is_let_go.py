@@ -16,8 +16,8 @@ import torch
 
 import ckpt
 from ckpt.errors import NotFoundError
-from ckpt.io_backends.fsspec.errors import fsspec_errors
-from ckpt.io_backends.posix.files import storage_errors
+from ckpt.io_backends.fsspec_errors import fsspec_errors
+from ckpt.io_backends.posix_files import storage_errors
 from ckpt.net.group import Group, current_group
 
 

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import LayoutError, MismatchError, NamesError, StateError, UsageError
 from ckpt.policies import EverySteps, TrustFrozen
 from tests.fixtures.rows8 import Rounding, Rows8

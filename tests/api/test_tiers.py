@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.io_backends.registry import wrap_backends

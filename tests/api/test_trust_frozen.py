@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt
 from ckpt.engine.save import reuse
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.policies import EverySteps, TrustFrozen
 from tests.formats import oracle

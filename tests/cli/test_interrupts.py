@@ -18,8 +18,8 @@ from tests.cli.terminal import START, environment, open_terminal, read_all
 PRESSED = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
-from ckpt.cli.console.output import progress
-import ckpt.cli.console.output as module
+from ckpt.cli.output import progress
+import ckpt.cli.output as module
 class Lines(module.Lines):
     def __call__(self, done, total):
         if 4 * done > total:

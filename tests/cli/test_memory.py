@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client
 from ckpt.policies import EverySteps
 from tests.cli.running import run as command
 from tests.memory.daemons import daemon_in
@@ -94,7 +94,7 @@ def test_the_log_of_a_run_is_no_checkpoint() -> None:
         c.step(1, {"w": torch.ones(3)})
     with ckpt.Checkpointer("memory://runs/logged", save=EverySteps(1)) as c:
         c.restore({"w": torch.ones(3)})
-    assert "runs/logged/ckpt-log.json" in [each.path for each in client.connect().list("runs/logged")]
+    assert "runs/logged/ckpt-log.json" in [each.path for each in memory_client.connect().list("runs/logged")]
     assert [path for path in document("memory", "status", "--json")["by_checkpoint"] if "logged" in path] == ["runs/logged/step-00000001"]
     assert command("memory", "drop", "memory://runs/logged").exit_code == 0
 
@@ -106,7 +106,7 @@ def test_what_others_refer_to_is_not_dropped() -> None:
     state["moved in memory"] = torch.ones(300_000)
     ckpt.save("memory://runs/b/step-2", state, reuse="memory://runs/b/step-1")
     refused = command("memory", "drop", "memory://runs/b/step-1")
-    assert refused.exit_code == 30 and "memory://runs/b/step-2" in refused.output
+    assert refused.exit_code == 33 and "memory://runs/b/step-2" in refused.output
     assert torch.equal(ckpt.open("memory://runs/b/step-2")["kept in memory"].read(), torch.arange(300_000.0))
     assert [command("memory", "drop", f"memory://runs/b/step-{n}").exit_code for n in (2, 1)] == [0, 0]
 
@@ -129,7 +129,7 @@ def test_in_the_foreground(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "own"))
-    with subprocess.Popen([sys.executable, "-m", "ckpt.nodes.memory.daemon", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
+    with subprocess.Popen([sys.executable, "-m", "ckpt.nodes.memory_daemon", str(tmp_path / "own")], stderr=subprocess.DEVNULL) as daemon:
         while command("memory", "status").exit_code:  # until it has its handlers
             assert daemon.poll() is None
             time.sleep(0.05)
@@ -141,8 +141,8 @@ def test_ctrl_c_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_daemon_of_another_release_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with daemon_in(tmp_path) as daemon:
         pid = daemon.status()["pid"]
-        monkeypatch.setattr("ckpt.nodes.memory.client._clients", {})
-        monkeypatch.setattr("ckpt.nodes.memory.connection.PROTOCOL", 99)
+        monkeypatch.setattr("ckpt.nodes.memory_client._clients", {})
+        monkeypatch.setattr("ckpt.nodes.memory_connection.PROTOCOL", 99)
         assert [command("memory", *args).exit_code for args in (["status"], ["stop"])] == [12, 12]
         assert document("memory", "stop", "--all", "--json") == {"pid": None}
         assert not (tmp_path / "socket").exists(), pid

@@ -26,7 +26,7 @@ def test_alone_in_the_shell_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if command[1:]:
         assert (tmp_path / "b" / "checkpoint.json").exists()
         return
-    monkeypatch.setattr("ckpt.cli.console.dividing._WAITED", 0.01)
+    monkeypatch.setattr("ckpt.cli.dividing._WAITED", 0.01)
     waiting = CliRunner().invoke(cli, arguments, env=JOB)
     text = " ".join((waiting.stdout + waiting.stderr).split())
     assert waiting.exit_code != 0 and "`--no-distributed` runs the command in one process" in str(waiting.exception) + text

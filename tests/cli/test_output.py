@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import ckpt
 from ckpt import units
-from ckpt.cli.console.output import Lines, Output, progress
 from ckpt.cli.main import cli
+from ckpt.cli.output import Lines, Output, progress
+from ckpt.errors import FormatError
 from tests.cli.checkpoints import sample, write_checkpoint
 from tests.cli.terminal import ROOT, START, on_a_terminal
 
@@ -83,7 +85,7 @@ def test_progress_in_a_log_is_a_line_every_ten_seconds() -> None:
 
 
 def test_progress_without_bytes_or_voice(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.cli.console.output.INTERVAL", 0.0)
+    monkeypatch.setattr("ckpt.cli.output.INTERVAL", 0.0)
     with progress("verify", Output(quiet=True)) as update:
         update(0, 0)
     assert capsys.readouterr() == ("", "")
@@ -154,3 +156,16 @@ def test_a_run_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
     assert result.exit_code == 12 and "this directory holds checkpoints, but is not one itself" in result.stderr
     assert f"such as {tmp_path / 'step-1'}" in result.stderr
+
+
+def test_the_parent_of_runs_names_them(tmp_path: Path) -> None:
+    (tmp_path / "lost+found").mkdir()
+    for run in "ab":
+        write_checkpoint(str(tmp_path / run / "step-1"), sample())
+    for command in ("verify", "inspect", "stats", "report", "tag"):
+        result = CliRunner().invoke(cli, [command, str(tmp_path)])
+        message = f"error: this directory holds runs, but is not a checkpoint itself: {tmp_path}/a, {tmp_path}/b\n"
+        assert result.exit_code == 12 and result.output.startswith(message), (command, result.output)
+        assert f"`ckpt ls {tmp_path}/b`" in result.output
+    with pytest.raises(FormatError, match="this directory holds runs"):
+        ckpt.open(tmp_path)

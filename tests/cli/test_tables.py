@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.cli.console.output import rendered, style, table_lines
+from ckpt.cli.output import rendered, style, table_lines
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.spans import write_spans
 from ckpt.io_backends.registry import open_backend

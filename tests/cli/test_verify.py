@@ -13,8 +13,8 @@ import pytest
 
 from ckpt.catalog import Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.engine.verify.structure import check_tiling
-from ckpt.engine.verify.verify import Problem, verify
+from ckpt.engine.structure import check_tiling
+from ckpt.engine.verify import Problem, verify
 from ckpt.errors import NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import new_id

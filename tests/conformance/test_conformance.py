@@ -17,7 +17,7 @@ from xxhash import xxh3_128_hexdigest
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError
 from ckpt.plan import tree
 from ckpt.runs.step_listing import list_steps

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import settings as limits
+from ckpt.converters import buffered
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.converters.merge import SCHEDULES, checked_weights, last_steps, schedule_weights
-from ckpt.converters.pipeline import buffered
 from ckpt.errors import MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.journal import ConversionJournal
 from tests.distributed.ranks import Lost, Ranks

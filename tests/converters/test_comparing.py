@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 import ckpt
 from ckpt import settings as limits
 from ckpt.cli.main import cli
-from ckpt.converters.compare import comparison
-from ckpt.converters.compare.comparison import Tolerance, compare
-from ckpt.converters.compare.elements import numbers
+from ckpt.converters import comparison
+from ckpt.converters.comparison import Tolerance, compare
+from ckpt.converters.element_differences import numbers
 from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import translated_views
 from ckpt.dtypes import DTYPES
@@ -99,6 +99,16 @@ def test_everything_that_can_differ(tmp_path: Path) -> None:
     assert (found["shape", "shape"].left, found["shape", "shape"].right) == ("[2, 3]", "[3, 2]")
     assert (found["model.b", "dtype"].left, found["model.b", "dtype"].right) == ("float32", "bfloat16")
     assert [(v.path, v.left, v.right) for v in report.value_differences] == [("step", "3", "4"), ("text", None, '"x"')]
+
+
+def test_a_cast_is_within_its_tolerance(tmp_path: Path) -> None:
+    model = {"w": torch.randn(64, 64)}
+    paths = saved(tmp_path / "one", {"model": model}), saved(tmp_path / "two", {"w": model["w"].bfloat16()})
+    command = ["diff", "--root", "model", "--tolerance", "0,0.004", *paths]
+    exact, allowed = (CliRunner().invoke(cli, [*command, *more]) for more in ((), ("--no-dtypes",)))
+    assert exact.exit_code == 3 and "dtype float32 ≠ bfloat16" in exact.output and "--no-dtypes --tolerance" in exact.output
+    assert allowed.exit_code == 0, allowed.output
+    assert CliRunner().invoke(cli, ["diff", "--root", "model", "--no-dtypes", *paths]).exit_code == 3  # what is rounded differs
 
 
 def test_tolerances_by_glob(tmp_path: Path) -> None:
@@ -313,8 +323,8 @@ def test_neither_diff_nor_semantic_load_torch() -> None:
     path = str(FIXTURES / "deepspeed/zero1")
     code = f"""
 import sys
-from ckpt.converters.compare.comparison import compare
-from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.comparison import compare
+from ckpt.converters.semantic import check_semantic
 from ckpt.formats.registry import open_catalog
 assert compare({path!r}, {path!r}).same and not check_semantic(open_catalog({path!r})).problems
 assert "torch" not in sys.modules

@@ -22,10 +22,10 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt import convert, settings
 from ckpt.converters.importer import import_checkpoint
-from ckpt.converters.pipeline.target import FileItem, OutputFile
+from ckpt.converters.target import FileItem, OutputFile
 from ckpt.converters.targets.hf import check_readable
 from ckpt.dtypes import dtype
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NamesError, NotCommittedError, UsageError
 from ckpt.formats.journal import ConversionJournal
 from ckpt.formats.native.writer import CheckpointJournal
@@ -141,8 +141,8 @@ def test_every_format_into_every_other(tmp_path: Path, source: Any, to: str) -> 
 )
 def test_straight_from_file_to_file(tmp_path: Path, source: Any, to: str, verified: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that is stored as it will be, in pieces of two pages and jobs of a few pieces; no window takes any of it."""
-    from ckpt.converters.pipeline import file_stream
-    from ckpt.converters.pipeline import file_stream as passthrough
+    from ckpt.converters import file_stream
+    from ckpt.converters import file_stream as passthrough
 
     monkeypatch.setattr(settings, "PIECE", 8192)
     monkeypatch.setattr(passthrough, "JOB", 20_000)
@@ -230,7 +230,7 @@ def test_views_filling_and_padding(tmp_path: Path) -> None:
 
 
 def test_a_tiny_window_reads_each_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpt.converters.pipeline import buffered, file_stream
+    from ckpt.converters import buffered, file_stream
 
     monkeypatch.setattr(settings, "CHUNK", 1000)
     monkeypatch.setattr(buffered, "LEAST", 5000)
@@ -528,7 +528,7 @@ def test_one_process_after_another(tmp_path: Path) -> None:
 PEAK = """
 import sys
 from ckpt import convert
-import ckpt.converters.pipeline.buffered, ckpt.converters.targets.torch_file
+import ckpt.converters.buffered, ckpt.converters.targets.torch_file
 
 def resident(field):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(field)))

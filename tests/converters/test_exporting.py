@@ -13,15 +13,15 @@ from safetensors.torch import load, load_file
 
 from ckpt import convert, export
 from ckpt import open as ckpt_open
-from ckpt.converters.export.plan import WritePlanner
-from ckpt.converters.export.transaction import Destination, ExportTransaction
+from ckpt.converters.export_plan import WritePlanner
 from ckpt.converters.lora import merge
 from ckpt.converters.mapping.convention import translated_views
+from ckpt.converters.transaction import Destination, ExportTransaction
 from ckpt.errors import CkptError, ConflictError, NamesError, NotFoundError, StorageError, UsageError
 from ckpt.formats.journal import IntentJournal
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.posix import writer as posix_shared
-from ckpt.io_backends.posix.writer import PosixSharedObject
+from ckpt.io_backends import posix_writer as posix_shared
+from ckpt.io_backends.posix_writer import PosixSharedObject
 from tests.memory.conftest import _daemon, daemon
 
 __all__ = ["_daemon", "daemon"]
@@ -248,6 +248,12 @@ def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.Monk
         (UsageError, {"names": "nobody"}),
         (NamesError, {"only": "nothing.*"}),
         (NamesError, {"names": "llama", "convention": "megatron"}),
+        (UsageError, {"names": ["llama"]}),
+        (UsageError, {"convention": None}),
+        (UsageError, {"numbers": ["num_layers"]}),
+        (UsageError, {"numbers": {"num_layers": "2"}}),
+        (UsageError, {"root": b"model"}),
+        (UsageError, {"since": 3}),
         (UsageError, {"config": {"num_attention_heads": "many", "hidden_size": 3}}),
     ],
 )

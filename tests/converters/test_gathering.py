@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt.catalog import Grid, TensorEntry
-from ckpt.converters.export import plan as export_plan
-from ckpt.converters.export.plan import StateCatalog, Way, WritePlan, WritePlanner
-from ckpt.converters.pipeline.target import OutputFile, OutputOptions
+from ckpt.converters import export_plan
+from ckpt.converters.export_plan import StateCatalog, Way, WritePlan, WritePlanner
 from ckpt.converters.selection import SelectOptions, choose_weights
+from ckpt.converters.target import OutputFile, OutputOptions
 from ckpt.converters.targets.hf import plan
 from ckpt.dtypes import DTYPES
 from ckpt.io_backends.inprocess import InProcessBackend

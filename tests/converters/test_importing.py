@@ -15,13 +15,13 @@ import ckpt
 from ckpt import convert, settings
 from ckpt.catalog import Catalog
 from ckpt.converters import importer, references
-from ckpt.converters.compare.comparison import compare
+from ckpt.converters.comparison import compare
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import AccessError, ConflictError, CorruptError, CoverageError, NamesError, UsageError
 from ckpt.formats.native.paths import EXTENTS
 from ckpt.formats.registry import open_catalog
-from ckpt.io_backends.posix.backend import PosixBackend
+from ckpt.io_backends.posix_backend import PosixBackend
 from ckpt.io_backends.protocol import IOHints
 from ckpt.plan import views
 from ckpt.plan.views import LogicalTensor
@@ -411,7 +411,7 @@ _true_parts = references._parts
 
 
 def test_strides_that_do_not_fit_the_bytes() -> None:
-    from ckpt.formats.external.elements import gather, strided, strides_of
+    from ckpt.formats.external_elements import gather, strided, strides_of
 
     codec = strided((2, 3), (4, 8), 4)
     assert codec is not None and strides_of(codec) == (4, 8)

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt import settings
 from ckpt.cli.main import cli
+from ckpt.converters import buffered
 from ckpt.converters.lora import merge
-from ckpt.converters.pipeline import buffered
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "fan_in_fan_out": False, "use_rslora": False}
@@ -162,4 +162,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert run("--dry-run").stdout.startswith("would write 5 tensors") and not (tmp_path / "out").exists()
     document = json.loads(run("--json").stdout)
     assert (document["updated"], document["replaced"], document["written"]["finished"], document["dry_run"]) == (1, 0, True, False)
-    assert run().exit_code == 30
+    assert run().exit_code == 33

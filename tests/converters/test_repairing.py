@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ckpt import ConvertReport, convert
-from ckpt.converters.compare.comparison import compare
-from ckpt.converters.compare.semantic import check_semantic
-from ckpt.converters.pipeline import conversion
-from ckpt.engine.verify.verify import verify
+from ckpt.converters import conversion
+from ckpt.converters.comparison import compare
+from ckpt.converters.semantic import check_semantic
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.stored_buffers import Buckets, likely_buckets
 from ckpt.formats.megatron.training import MegatronCatalog

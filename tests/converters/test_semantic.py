@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.compare.semantic import SemanticReport, check_semantic, rounded
+from ckpt.converters.semantic import SemanticReport, check_semantic, rounded
 from ckpt.formats.registry import open_catalog
 from tests.cli.running import run
 from tests.formats.reading import FIXTURES

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ckpt.converters.compare.semantic import SemanticReport, check_semantic
-from ckpt.formats.external.elements import cast_bits
+from ckpt.converters.semantic import SemanticReport, check_semantic
+from ckpt.formats.external_elements import cast_bits
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import STATE, load
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt import convert
 from ckpt import settings as limits
-from ckpt.converters.pipeline import file_stream
-from ckpt.converters.pipeline.file_stream import copy_through, jobs_of, runs_of
-from ckpt.converters.pipeline.target import FileItem
+from ckpt.converters import file_stream
+from ckpt.converters.file_stream import copy_through, jobs_of, runs_of
 from ckpt.converters.selection import OutputSet, OutputTensor
+from ckpt.converters.target import FileItem
 from ckpt.dtypes import DTYPES
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CorruptError

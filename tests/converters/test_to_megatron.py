@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import ConvertReport, MegatronParallel
+from ckpt.converters.conversion import ConversionJournal
 from ckpt.converters.mapping.convention import translated_views
-from ckpt.converters.pipeline.conversion import ConversionJournal
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, UsageError
 from tests.formats.megatron_files import assert_same, bits, read_all
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt
-from ckpt.converters.pipeline.buffered import ViewBox, read_views
-from ckpt.converters.pipeline.target import FileItem, slabs, windows
+from ckpt.converters.buffered import ViewBox, read_views
 from ckpt.converters.selection import seams_of
+from ckpt.converters.target import FileItem, slabs, windows
 from ckpt.engine.load.reader import Reader
 from ckpt.formats.registry import open_catalog
 from ckpt.plan import views

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 from ckpt import ExportReport, convert, export, settings
-from ckpt.converters.export import plan
-from ckpt.io_backends.fsspec.filesystem import GatheringWriter
-from ckpt.io_backends.posix import writer as posix_shared
-from ckpt.io_backends.posix.writer import PosixSharedObject
+from ckpt.converters import export_plan
+from ckpt.io_backends import posix_writer as posix_shared
+from ckpt.io_backends.fsspec_filesystem import GatheringWriter
+from ckpt.io_backends.posix_writer import PosixSharedObject
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build
@@ -35,7 +35,7 @@ SHARED_FILES = posix_shared.COHERENT, posix_shared.PART
 def use(way: str) -> None:
     """Let the storage take any ``ranges``, with all that is not whole in windows, or ``parts`` of a page; ``files`` is for storage that has
     no shared ones."""
-    settings.WORTH_A_CALL, plan.WINDOW, settings.LEAST_MEMORY = 64, 512, 0
+    settings.WORTH_A_CALL, export_plan.WINDOW, settings.LEAST_MEMORY = 64, 512, 0
     posix_shared.COHERENT, posix_shared.PART = (frozenset(), 4096) if way == "parts" else SHARED_FILES
 
 

@@ -44,8 +44,8 @@ def make_first_calls() -> None:
             full_state(trained(model).steps(2))
 
 
-# Later ones refuse autograd in a process that is forked from one that has used it, earlier ones shards of these sizes.
-if "2.9" <= torch.__version__ < "2.14":
+# Later ones and builds for CUDA refuse autograd in a process that is forked from one that has used it; earlier ones, shards of these sizes.
+if torch.version.cuda is None and "2.9" <= torch.__version__ < "2.14":
     make_first_calls()
 gc.collect()
 gc.freeze()  # a collection in a rank goes over what the rank has made, and copies no page of the server

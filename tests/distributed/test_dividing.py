@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.cli.console import dividing
+from ckpt.cli import dividing
 from ckpt.cli.main import cli
 from ckpt.errors import UsageError
 from ckpt.io_backends import open_backend
@@ -97,7 +97,7 @@ def run_different(port: int, arguments: Sequence[str]) -> list[Ended]:
 
 def run_and_die(port: int, arguments: Sequence[str], dying: int, timeout: str) -> list[Ended]:
     """One process is killed when its first file is durable. The first one does not wait long for its last word."""
-    from ckpt.converters.pipeline.conversion import ConversionJournal
+    from ckpt.converters.conversion import ConversionJournal
     from ckpt.net import divided_work
 
     divided_work.END = 1.0
@@ -217,7 +217,7 @@ def test_other_arguments_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
 
 def run_slowly(port: int, arguments: Sequence[str]) -> list[Ended]:
     """The first process takes longer over its own part than the others wait for its last word."""
-    from ckpt.converters.compare import semantic
+    from ckpt.converters import semantic
     from ckpt.net import divided_work
 
     check, end = semantic.check_semantic, divided_work.END

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.dry_run.load import MeshRules, forecast_on_mesh
+from ckpt.engine.dry_run_load import MeshRules, forecast_on_mesh
 from ckpt.formats.registry import open_catalog
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_exchange import apart, in_small_pieces

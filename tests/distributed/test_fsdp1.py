@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from ckpt import live
 from ckpt.engine.save.capture import Capture
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from tests.distributed.gathered import Full, differences, full_state, spoil
 from tests.distributed.models import LEARNING_RATE, Model, Trained, fsdp, loss_of, mesh_of, trained, whole_model
 from tests.distributed.ranks import Ranks

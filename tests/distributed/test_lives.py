@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import NamesError, RankFailedError, UsageError
-from ckpt.io_backends.posix.writer import PosixWriter
+from ckpt.io_backends.posix_writer import PosixWriter
 from ckpt.net import group
 from ckpt.net.channel import ControlChannel
 from tests.distributed.ranks import Ranks, at_once

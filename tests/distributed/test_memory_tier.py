@@ -13,7 +13,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 import ckpt
 from ckpt.engine.save.job import save_cache
 from ckpt.net.group import current_group
-from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory_client import MemoryClient
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
 

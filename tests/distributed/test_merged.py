@@ -26,7 +26,7 @@ from torch import nn
 
 import ckpt
 from ckpt import Flat, GlobalShape, Layout, Replicate, Shard, Stage, pipeline
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConsistencyError, CorruptError, DeadlineError, RankFailedError
 from ckpt.net.peers import Peers
 from tests.api.checked import described, pattern, same

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError, CoverageError, LayoutError, NamesError, StateError
-from ckpt.state.named import plain
+from ckpt.state.sharded import plain
 from tests.distributed.ranks import Ranks
 
 Sizes = tuple[int, ...]

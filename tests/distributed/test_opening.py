@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine.opening import Opening
+from ckpt.engine.load.load import Opening
 from tests.distributed.ranks import Lost, Ranks
 
 
@@ -22,8 +22,8 @@ def save(url: str) -> None:
 
 def count_reads(*, fan: int) -> Counter[str]:
     """From now on this process takes paths for object storage, and counts what it asks for by kind of file."""
-    from ckpt.engine import opening
-    from ckpt.io_backends.posix.backend import PosixBackend
+    from ckpt.engine.load import load as opening
+    from ckpt.io_backends.posix_backend import PosixBackend
     from ckpt.net import broadcast_tree
 
     opening.is_file_system = lambda url: False
@@ -45,7 +45,7 @@ def count_reads(*, fan: int) -> Counter[str]:
 def load(url: str, case: str) -> tuple[int, list[float]]:
     """How often a rank asked for anything but data, and what it loaded."""
     asked, rank = count_reads(fan=2), dist.get_rank()
-    from ckpt.engine import opening
+    from ckpt.engine.load import load as opening
 
     if case == "damaged by the leader" and rank == 0:
         pack = opening.pack

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import UsageError
-from ckpt.telemetry import callbacks
+from ckpt.telemetry import progress
 from tests.distributed.ranks import Ranks
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def state(fill: float) -> dict[str, Any]:
 
 
 def watched(folder: str) -> dict[str, Any]:
-    callbacks.INTERVAL = 0.001
+    progress.INTERVAL = 0.001
     calls: dict[str, list[tuple[int, int]]] = {"save": [], "async": [], "load": [], "loop": []}
     threads = set()
 
@@ -50,7 +50,7 @@ def watched(folder: str) -> dict[str, Any]:
     def hanging(done: int, total: int) -> None:
         time.sleep(30)
 
-    callbacks._PATIENCE = 0.05
+    progress._PATIENCE = 0.05
     ckpt.save(f"{folder}/d", state(4.0), progress=broken)
     ckpt.save(f"{folder}/e", state(5.0), progress=hanging)
     ckpt.save(f"{folder}/f", state(6.0), progress=True)  # no terminal, so no bar
@@ -80,15 +80,15 @@ def test_a_save_that_fails_is_never_reported_as_done(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="progress="):  # at once: not at the first save, on one rank while the others begin it
         ckpt.Checkpointer(str(tmp_path), progress=3)  # type: ignore[arg-type]
     before = set(threading.enumerate())
-    with callbacks.reported(None, lambda: (0, 1)):
+    with progress.reported(None, lambda: (0, 1)):
         assert set(threading.enumerate()) <= before  # who does not ask has no thread
 
 
 def test_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert callbacks.callback_of(progress=True, leads=True, title="save x") is None
+    assert progress.callback_of(progress=True, leads=True, title="save x") is None
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    assert callbacks.callback_of(progress=True, leads=False, title="save x") is None
-    bar = callbacks.callback_of(progress=True, leads=True, title="save x")
+    assert progress.callback_of(progress=True, leads=False, title="save x") is None
+    bar = progress.callback_of(progress=True, leads=True, title="save x")
     assert bar is not None
     bar(1, 4)
     bar(4, 4)

@@ -22,7 +22,7 @@ MARK = "CKPT_TEST_DIED"
 
 def die_once() -> None:
     """In each worker: the first process that has a durable file is killed."""
-    from ckpt.converters.pipeline.conversion import ConversionJournal
+    from ckpt.converters.conversion import ConversionJournal
 
     done = ConversionJournal.done
 

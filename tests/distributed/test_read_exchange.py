@@ -45,7 +45,7 @@ def load_columns(url: str, threads: int | None = None) -> ckpt.LoadReport:
 
 def as_from(hints: IOHints) -> None:
     """From now on files are read as storage with these hints is."""
-    from ckpt.io_backends.posix.backend import PosixBackend
+    from ckpt.io_backends.posix_backend import PosixBackend
 
     PosixBackend.io_hints = property(lambda self: hints)  # type: ignore[assignment,method-assign]
 

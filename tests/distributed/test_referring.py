@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
-from ckpt.engine import opening
+from ckpt.engine.load import load
 from ckpt.engine.save import reuse
 from ckpt.engine.save.tensor_source import ChunkSource
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyBackend
 from ckpt.io_backends.protocol import Backend
@@ -231,7 +231,7 @@ def test_differences_of_several_ranks_load_into_any_layout(ranks: Ranks, tmp_pat
 def save_and_count(root: str) -> list[tuple[int, Counter[str]]]:
     """Three saves by ranks that know nothing of their first base. Of each, bytes that were referred to, and what this rank read of other
     checkpoints, on storage that is no file system."""
-    opening.is_file_system = lambda url: False
+    load.is_file_system = lambda url: False
     reads: list[tuple[str, str]] = []
 
     class CountedBackend(FaultyBackend):

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.engine import opening as loading
+from ckpt.engine.load import load as loading
 from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend
-from ckpt.runs import restore_order
+from ckpt.runs import tier_chain
 from ckpt.runs.removal import remove_checkpoint, remove_step
 from ckpt.runs.step_listing import list_steps
 from tests.distributed.ranks import Ranks
@@ -103,7 +103,7 @@ def test_a_step_that_goes_while_it_is_restored_leads_to_the_one_that_came(tmp_pa
     root = str(tmp_path)
     for n in (1, 50):
         ckpt.save(f"{root}/step-{n:08d}", {"n": n})
-    load_nearest = restore_order.load_nearest
+    load_nearest = tier_chain.load_nearest
 
     def meanwhile(tiers: Any, group: Any, timeout: float, load: Any, step: Any, id: Any = None) -> Any:
         def hooked(url: str) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client
 from ckpt.policies import EverySteps
 from tests.distributed.ranks import Lost, Ranks
 from tests.memory.daemons import daemon_in, flip_byte
@@ -81,14 +81,14 @@ def poll(condition: Callable[[], bool]) -> bool:
 
 
 @pytest.fixture
-def daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[client.MemoryClient]]:
+def daemons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memory_client.MemoryClient]]:
     monkeypatch.setenv("CKPT_MEMORY_SECRET", "of these tests")
     with ExitStack() as stack:
         yield [stack.enter_context(daemon_in(tmp_path / f"daemon{n}")) for n in range(3)]
 
 
 def test_all_trainers_die_and_then_a_machine(
-    ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient], monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, tmp_path: Path, daemons: list[memory_client.MemoryClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after step 2; resumed in another layout from what the daemons have; then a machine is gone, and two ranks go on."""
     lost = ranks.run(3, train_and_die, str(tmp_path), allow_death=True)
@@ -111,7 +111,7 @@ def test_all_trainers_die_and_then_a_machine(
     assert not any("memory of host" in text for _, text in results), results  # who reads a chunk for others has its file near
 
 
-def test_machines_without_ranks_give_what_they_have(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
+def test_machines_without_ranks_give_what_they_have(ranks: Ranks, tmp_path: Path, daemons: list[memory_client.MemoryClient]) -> None:
     """A new job on a machine that had no part in the run, and knows the others by CKPT_MEMORY. One of these is gone."""
     ranks.run(3, train_and_die, str(tmp_path), allow_death=True)
     addresses = [d.address() for d in daemons]
@@ -132,7 +132,7 @@ def resume_elsewhere(folder: str, addresses: list[str]) -> list[tuple[int | None
     return [first, train(folder, [3], range(0), 0, "root", dies=False)]
 
 
-def test_parity_gives_what_a_lost_machine_had(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
+def test_parity_gives_what_a_lost_machine_had(ranks: Ranks, tmp_path: Path, daemons: list[memory_client.MemoryClient]) -> None:
     """Half of a copy's memory; all trainers are killed and a machine is gone, and two ranks go on in another layout without the root."""
     lost = ranks.run(3, train_and_die, str(tmp_path), 3, allow_death=True)
     assert all(isinstance(one, Lost) and one.exitcode == -signal.SIGKILL for one in lost), lost
@@ -202,12 +202,12 @@ def restore_on(folder: str, machines: Sequence[int]) -> tuple[int | None, dict[s
         return start, dict(c.restored_from.sources)
 
 
-def files_of(daemon: client.MemoryClient, step: int) -> dict[str, int]:
+def files_of(daemon: memory_client.MemoryClient, step: int) -> dict[str, int]:
     """Bytes of the data files that a daemon has, by path."""
     return {k.path: k.size for k in daemon.list() if f"step-{step:08d}/data/" in k.path}
 
 
-def writers_of(daemon: client.MemoryClient) -> set[int]:
+def writers_of(daemon: memory_client.MemoryClient) -> set[int]:
     """The ranks whose parts of sharded tensors a daemon has."""
     return {int(match[1]) for path in files_of(daemon, 3) if (match := re.search(r"data/[0-9a-z]+-(\d+)\.safetensors$", path))}
 
@@ -262,7 +262,7 @@ def contents_of(folder: str, machines: Sequence[int]) -> list[int]:
     return found
 
 
-def test_clocks_are_days_apart(ranks: Ranks, tmp_path: Path, daemons: list[client.MemoryClient]) -> None:
+def test_clocks_are_days_apart(ranks: Ranks, tmp_path: Path, daemons: list[memory_client.MemoryClient]) -> None:
     """The leader of the second life is five days behind that of the first one, goes back a step and trains another way. Nobody gets the
     first life's steps any more."""
     days = {0: 3.0, 1: 0.0, 2: -2.0}

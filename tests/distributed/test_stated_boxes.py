@@ -15,7 +15,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 import ckpt
 from ckpt import live
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks

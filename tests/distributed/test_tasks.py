@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 import ckpt
-from ckpt.cli.console import ray_tasks, task_process
+from ckpt.cli import ray_tasks, task_process
 from ckpt.cli.main import cli
-from ckpt.converters.pipeline.conversion import ConversionJournal
+from ckpt.converters.conversion import ConversionJournal
 from ckpt.errors import StorageError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import EverySteps, Latest, OnPreemption

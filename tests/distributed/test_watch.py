@@ -70,7 +70,7 @@ def until(wanted: Callable[[dict[str, Any]], bool], url: str, seconds: float = 3
 
 
 def test_a_save_is_watched_and_a_rank_that_stops_is_named(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.runs.report.watching.patience", lambda interval: 2.0)
+    monkeypatch.setattr("ckpt.runs.report.history.patience", lambda interval: 2.0)
     run = str(tmp_path / "run")
     os.mkdir(run)
     job = threading.Thread(target=ranks.run, args=(4, save_slowly, str(tmp_path)), daemon=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.registry import open_catalog

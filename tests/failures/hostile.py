@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, CorruptError, FormatError
 from tests.failures import rich
 from tests.failures.damage import Copy

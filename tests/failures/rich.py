@@ -14,7 +14,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.net.group import Group
 from ckpt.net.store import group_store
 

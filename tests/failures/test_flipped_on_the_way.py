@@ -14,8 +14,8 @@ import torch
 import ckpt
 from ckpt import convert
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import wrap_backends

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError, FormatError, ShapeError
 from tests.failures import rich
 from tests.failures.damage import Copy, arrow_file

@@ -11,10 +11,10 @@ import pytest
 
 import ckpt
 from ckpt import convert
-from ckpt.converters.pipeline.conversion import Conversion
-from ckpt.engine.copy.copy import Transfer, copy_checkpoint
+from ckpt.converters.conversion import Conversion
+from ckpt.engine import verify as verifying
+from ckpt.engine.copy import Transfer, copy_checkpoint
 from ckpt.engine.load import load as loading
-from ckpt.engine.verify import verify as verifying
 from ckpt.errors import ConflictError, CorruptError
 from tests.failures.states import blank, number_of, state, stored
 

@@ -13,7 +13,7 @@ import ckpt
 from ckpt.errors import ConflictError, NotFoundError, StorageError
 from ckpt.io_backends.conformance.reading import put
 from ckpt.io_backends.protocol import Backend
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.s3_backend import S3Backend
 from tests.faults.proxy import FaultProxy, Schedule
 from tests.s3.stores import ObjectStore, use
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, StorageError
 from ckpt.formats.native.commit import INLINE_LIMIT
 from ckpt.io_backends import open_backend

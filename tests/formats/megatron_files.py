@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt.formats.external.elements import read_box
+from ckpt.formats.external_elements import read_box
 from ckpt.formats.registry import open_catalog
 from ckpt.plan.layout.geometry import Box
 

@@ -180,7 +180,9 @@ class _Items:
         return self._edges[shape, dtype]
 
     def finish(self, paths: Mapping[str, tuple[str, ...]] | None) -> None:
-        metadata = Metadata(state_dict_metadata=self._described, planner_data=paths, storage_data=self._places, version="1.0.0")
+        metadata = Metadata(state_dict_metadata=self._described, planner_data=paths, storage_data=self._places)
+        if hasattr(metadata, "version"):  # since torch 2.7
+            metadata.version = "1.0.0"
         (self._root / ".metadata").write_bytes(pickle.dumps(metadata))
 
 

@@ -25,7 +25,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.view import StoredTensor
 from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError
-from ckpt.formats.dcp.container import read_metadata
+from ckpt.formats.dcp_container import read_metadata
 from ckpt.formats.registry import find_format, list_foreign, open_catalog
 from ckpt.io_backends.registry import open_backend
 from tests.formats import reading

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ckpt
-from ckpt.converters.compare.comparison import compare
-from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.comparison import compare
+from ckpt.converters.semantic import check_semantic
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.registry import find_format, open_catalog
 from tests.formats.reading import FIXTURES, counted, same

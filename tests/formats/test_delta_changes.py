@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt.errors import CorruptError, UsageError
-from ckpt.formats.deltas.changes import apply_section, encode_run, find_changes, pack, unpack
+from ckpt.formats.delta_changes import apply_section, encode_run, find_changes, pack, unpack
 
 
 def changed(base: np.ndarray, places: np.ndarray, kind: str) -> np.ndarray:

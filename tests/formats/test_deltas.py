@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.converters.export import plan
+from ckpt.converters import export_plan
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import (
     AccessError,
     CkptError,
@@ -29,7 +29,7 @@ from ckpt.errors import (
     NotFoundError,
     UsageError,
 )
-from ckpt.formats.deltas.manifest import DeltaManifest
+from ckpt.formats.delta_manifest import DeltaManifest
 from ckpt.formats.registry import open_catalog
 from tests.formats.delta_oracle import read_chain
 
@@ -67,7 +67,7 @@ def step(state: State, number: int) -> None:
 @pytest.fixture
 def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[State]]:
     """A full export and three deltas, each in sections of at most a page; what each is of."""
-    monkeypatch.setattr(plan, "WINDOW", 4096)
+    monkeypatch.setattr(export_plan, "WINDOW", 4096)
     state, versions = model(), []
     for number in range(4):
         if number:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.converters.compare.semantic import check_semantic
+from ckpt.converters.semantic import check_semantic
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.formats.fsdp import rank_sets
 from ckpt.formats.registry import open_catalog

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import AccessError, CorruptError
-from ckpt.formats.external.base import WithFile
+from ckpt.formats.external import WithFile
 from ckpt.io_backends.registry import open_backend
 
 

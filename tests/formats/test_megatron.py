@@ -370,7 +370,7 @@ def test_a_save_that_died_is_no_checkpoint(torn: bool, tmp_path: Path) -> None:
         (died / f"__{rank}_0.distcp").write_bytes(bytes(range(256)))
     results = {name: CliRunner().invoke(cli, [name, str(died)]) for name in ("verify", "inspect", "ls")}
     assert {name: result.exit_code for name, result in results.items()} == {"verify": 11, "inspect": 11, "ls": 0}
-    assert "a Megatron save that was not finished" in results["verify"].stderr and "unfinished Megatron save" in results["ls"].stdout
+    assert "a Megatron save that was not finished" in results["verify"].output and "unfinished Megatron save" in results["ls"].stdout
     with pytest.raises(NotCommittedError, match="not finished"):
         ckpt.load(str(died), {"model": torch.nn.Linear(2, 2)}, strict=False)
     assert find_format(str(died / "common.pt")) == "torch.save archive"  # a file that is named is what it is

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
-from ckpt.formats.native.checks import MAX_DEPTH, node_problem
 from ckpt.formats.native.index import decode_index, encode_index
-from ckpt.formats.native.tables import Ragged, integers, to_file
+from ckpt.formats.native.tables import MAX_DEPTH, Ragged, integers, node_problem, to_file
 from ckpt.formats.native.tables import column as column_of
 from tests.box_strategies import grids, shapes
 from tests.formats.native_sample import NAMES

@@ -6,9 +6,9 @@ from importlib import metadata
 
 import pytest
 
+from ckpt.catalog import Format
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError
 from ckpt.formats.native.catalog import NativeCatalog
-from ckpt.formats.protocol import Format
 from ckpt.formats.registry import formats, open_catalog
 from ckpt.io_backends.registry import open_backend
 from tests.formats.native_sample import read, save, two_ranks

@@ -100,4 +100,4 @@ def test_options_of_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "options.json").write_bytes(NESTED)
     monkeypatch.setenv("CKPT_STORAGE_OPTIONS", str(tmp_path / "options.json"))
     result = run("ls", "s3://bucket/run")
-    assert result.exit_code == 2 and "options.json cannot be read: it is nested too deeply" in result.stderr
+    assert result.exit_code == 2 and "options.json cannot be read: it is nested too deeply" in result.output

@@ -21,7 +21,7 @@ import torch
 import ckpt
 from ckpt.engine.view import StoredTensor
 from ckpt.errors import CorruptError, FormatError
-from ckpt.formats.external.base import ExternalCatalog
+from ckpt.formats.external import ExternalCatalog
 from ckpt.formats.registry import open_catalog
 from tests.formats.reading import FIXTURES
 from tests.formats.test_deepspeed import SOME, Job

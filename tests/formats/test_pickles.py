@@ -18,10 +18,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ckpt.errors import CkptError, CorruptError, FormatError
-from ckpt.formats.pickles.loader import load_pickle
-from ckpt.formats.pickles.nodes import NodeMaker
-from ckpt.formats.pickles.stand_ins import GlobalName, Made, Persistent, StoredView
-from ckpt.formats.pickles.values import PickleValues
+from ckpt.formats.pickle_loader import load_pickle
+from ckpt.formats.pickle_nodes import NodeMaker
+from ckpt.formats.pickle_values import PickleValues
+from ckpt.formats.stand_ins import GlobalName, Made, Persistent, StoredView
 from ckpt.plan import tree
 
 
@@ -118,7 +118,7 @@ def test_text_of_protocol_zero_by_hand():
 
 
 def test_opcodes_are_all_known():
-    from ckpt.formats.pickles.loader import OPCODES
+    from ckpt.formats.pickle_loader import OPCODES
 
     assert {op.code.encode("latin1") for op in pickletools.opcodes} == OPCODES.keys() | {pickle.STOP}
 

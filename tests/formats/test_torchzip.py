@@ -158,7 +158,7 @@ def test_strided_views_are_read_row_by_row(tmp_path):
 
 def test_very_many_rows_of_many_tensors_are_not_listed(tmp_path, monkeypatch):
     """A few bytes of pickle make thousands of rows: there is a limit for all tensors together."""
-    monkeypatch.setattr("ckpt.formats.torchzip.catalog.MAX_ROWS_OF_ALL", 1000)
+    monkeypatch.setattr("ckpt.formats.torchzip.MAX_ROWS_OF_ALL", 1000)
     base = torch.randn(400, 3)
     value = {f"t{i}": base[:, i : i + 2] for i in range(2)} | {"u": base[:300, 2:], "whole": base}
     view = ckpt.open(saved(tmp_path, value))

@@ -101,7 +101,7 @@ def _use(url: str) -> str:
 
     import ckpt
     from ckpt.cli.main import cli
-    from ckpt.engine.verify.verify import verify
+    from ckpt.engine.verify import verify
     from ckpt.errors import CkptError
 
     refusal: CkptError | None = None
@@ -143,7 +143,7 @@ def main() -> int:
     import torch
 
     warnings.simplefilter("ignore")
-    import ckpt.engine.verify.verify  # noqa: F401 - warm: the children are forks of this process
+    import ckpt.engine.verify  # noqa: F401 - warm: the children are forks of this process
 
     torch.set_num_threads(1)
     kinds = options.kind or KINDS

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from ckpt.integrations.lightning_sharded import CkptFSDPStrategy, CkptModelParallelStrategy
+from ckpt.integrations.lightning import CkptFSDPStrategy, CkptModelParallelStrategy
 
 
 class OnCpu(CkptFSDPStrategy):

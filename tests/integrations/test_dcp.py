@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
 from ckpt import settings
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.formats.registry import open_catalog
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from tests.distributed.models import fsdp, mesh_of, trained, whole_model

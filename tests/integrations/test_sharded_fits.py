@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 
 
 def ranks(folder: Path, number: int, life: str) -> list[dict[str, Any]]:

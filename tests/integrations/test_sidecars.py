@@ -14,7 +14,7 @@ import torch
 
 import ckpt
 from ckpt.errors import NoSpaceError
-from ckpt.integrations.sidecars import Sidecars
+from ckpt.integrations.transformers import Sidecars
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs.removal import remove_at
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.formats.registry import open_catalog
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"

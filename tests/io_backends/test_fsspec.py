@@ -19,8 +19,8 @@ from ckpt.errors import AccessError, ConflictError, CorruptError, NotFoundError,
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance.reading import BYTES, everything, put
-from ckpt.io_backends.fsspec.backend import FsspecBackend
-from ckpt.io_backends.fsspec.filesystem import IN_MEMORY, opened
+from ckpt.io_backends.fsspec_backend import FsspecBackend
+from ckpt.io_backends.fsspec_filesystem import IN_MEMORY, opened
 from tests.io_backends.bucket import Bucket, buckets
 
 
@@ -142,7 +142,7 @@ def test_errors_of_any_kind_arrive_as_ours(bucket: Backend, error: Exception, ou
 
 
 def test_a_short_answer_is_never_given_back(bucket: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.io_backends.fsspec.backend._PAUSE", 0)
+    monkeypatch.setattr("ckpt.io_backends.fsspec_backend._PAUSE", 0)
     put(bucket, "a", BYTES)
     Bucket.answers["short"] = Exception()
     for call in (lambda: bucket.read("a"), lambda: bucket.read("a", 5, 100), lambda: bucket.read_into("a", 0, memoryview(bytearray(9)))):

@@ -7,7 +7,7 @@ import pytest
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance.reading import ReadingRows
-from ckpt.io_backends.fsspec.backend import FsspecBackend
+from ckpt.io_backends.fsspec_backend import FsspecBackend
 
 pytest.importorskip("s3fs")
 

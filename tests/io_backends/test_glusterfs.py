@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.io_backends.posix import direct as posix_probe
+from ckpt.io_backends import posix_direct as posix_probe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 VOLUME = f"ckpt{os.getpid()}"

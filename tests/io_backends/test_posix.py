@@ -21,7 +21,7 @@ import pytest
 from ckpt.errors import AccessError, ConflictError, CorruptError, NoSpaceError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import ObjectMeta, PosixBackend
 from ckpt.io_backends.conformance.reading import put
-from ckpt.io_backends.posix.files import SLICE
+from ckpt.io_backends.posix_files import SLICE
 from tests.mounts import small_file_system
 
 BYTES = bytes(range(256))

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from ckpt.errors import NoSpaceError, StorageError, UsageError
 from ckpt.io_backends import PosixBackend
-from ckpt.io_backends.posix import direct as posix_direct
-from ckpt.io_backends.posix import direct as posix_probe
-from ckpt.io_backends.posix import writer as posix_writer
-from ckpt.io_backends.posix.direct import LARGE_FILE, PAGE, Cost, FileSystem, pays, split
-from ckpt.io_backends.posix.files import kind_of_file_system
+from ckpt.io_backends import posix_direct as posix_direct
+from ckpt.io_backends import posix_direct as posix_probe
+from ckpt.io_backends import posix_writer as posix_writer
+from ckpt.io_backends.posix_direct import LARGE_FILE, PAGE, Cost, FileSystem, pays, split
+from ckpt.io_backends.posix_files import kind_of_file_system
 
 MIB = 1 << 20
 SIZE = 6 * MIB + 1234

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from ckpt.errors import ConflictError, NoSpaceError, StorageError, UsageError
-from ckpt.io_backends import Backend, PosixBackend
+from ckpt.io_backends import Backend, PosixBackend, posix_files
 from ckpt.io_backends.conformance.reading import put
 from ckpt.io_backends.conformance.writing import PublishingRows
-from ckpt.io_backends.posix import files
 
 
 @pytest.fixture
@@ -187,7 +186,7 @@ def test_a_process_that_is_forked_inside_the_lock_does_not_keep_it(backend: Posi
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", forking)
             backend.put_if("a", b"y", expected=b"x")
-        monkeypatch.setattr("ckpt.io_backends.posix.files._LOCK_SECONDS", 2.0)
+        monkeypatch.setattr("ckpt.io_backends.posix_files._LOCK_SECONDS", 2.0)
         backend.put_if("a", b"z", expected=b"y")
     finally:
         for child in children:
@@ -227,7 +226,7 @@ def test_lock_file_of_a_dead_process_is_named_and_kept(backend: PosixBackend, tm
     backend.put_if("a", b"old", expected=None)
     (tmp_path / "root" / ".publish.lock").write_text("host process 1\n")
     monkeypatch.setattr(fcntl, "flock", no_flock)
-    monkeypatch.setattr(files, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(posix_files, "_LOCK_SECONDS", 0.05)
     with pytest.raises(StorageError, match=r"\.publish\.lock") as error:
         backend.put_if("a", b"new", expected=b"old")
     assert not isinstance(error.value, ConflictError)

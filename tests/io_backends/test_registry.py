@@ -12,7 +12,7 @@ import pytest
 
 from ckpt.errors import UsageError
 from ckpt.io_backends import Backend, FaultyBackend, InProcessBackend, PosixBackend, join_url, open_backend, wrap_backends
-from ckpt.nodes.memory.backend import MemoryBackend
+from ckpt.nodes.memory_backend import MemoryBackend
 from tests.toy_plugins import installed
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import ConflictError, StorageError, UsageError
-from ckpt.io_backends import PosixBackend
+from ckpt.io_backends import PosixBackend, posix_files
+from ckpt.io_backends import posix_writer as posix_shared
 from ckpt.io_backends.inprocess import InProcessBackend
-from ckpt.io_backends.posix import files
-from ckpt.io_backends.posix import writer as posix_shared
 from ckpt.io_backends.writer_base import left_behind, remove_left
 
 DATA = os.urandom(10_000)
@@ -95,7 +94,7 @@ def test_file_systems_without_a_coherent_cache_want_whole_parts(
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"1 0 0:1 / / rw - ext4 /dev/a rw\n2 1 0:2 / {tmp_path}/n\\040fs rw shared:1 - nfs4 server:/x rw\n")
-    monkeypatch.setattr(files, "MOUNTS", str(mounts))
+    monkeypatch.setattr(posix_files, "MOUNTS", str(mounts))
     (tmp_path / "n fs").mkdir()
     parts = [backend.create_shared(name, 10).part_size for name in ("a", "n fs/b")]
     assert parts == [0, posix_shared.PART]

@@ -19,7 +19,7 @@ from ckpt.errors import AccessError, CkptError, NotFoundError, StorageError, Usa
 from ckpt.io_backends import Backend, InProcessBackend, open_backend
 from ckpt.io_backends import registry as storage_options
 from ckpt.io_backends.conformance.reading import everything, put
-from ckpt.io_backends.fsspec.errors import mapped
+from ckpt.io_backends.fsspec_errors import mapped
 from ckpt.io_backends.registry import configured_for
 from tests.io_backends.bucket import Bucket, buckets
 

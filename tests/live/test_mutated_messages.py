@@ -14,8 +14,8 @@ from ckpt.io_backends import PosixBackend
 from ckpt.live import Sink, Source
 from ckpt.live.control import ask_status, split_address
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
-from ckpt.nodes.memory.remote import MemoryConnections, serve_objects
-from ckpt.nodes.memory.store import MemoryStore
+from ckpt.nodes.memory_remote import MemoryConnections, serve_objects
+from ckpt.nodes.memory_store import MemoryStore
 from tests.live.mutating import MutatingProxy, mutating, mutations
 
 MIB = 1 << 20

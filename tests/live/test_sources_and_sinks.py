@@ -334,7 +334,7 @@ def test_whoever_has_taken_what_is_reported() -> None:
 @pytest.mark.parametrize(("local", "switch"), [("on", "double"), ("off", "double"), ("off", "in-place")])
 def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_LIVE_LOCAL", local)
-    monkeypatch.setattr("ckpt.telemetry.callbacks.INTERVAL", 0.0)
+    monkeypatch.setattr("ckpt.telemetry.progress.INTERVAL", 0.0)
     state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
     total, counts = 64 << 20, []
     with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
@@ -354,7 +354,7 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
 
 @pytest.mark.parametrize("capture", ["eager", "lazy"])
 def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.telemetry.callbacks.INTERVAL", 0.0)
+    monkeypatch.setattr("ckpt.telemetry.progress.INTERVAL", 0.0)
     model = torch.nn.Module()
     for i in range(16):  # a buffer, which is captured in the call, lies between parameters, which may be captured later
         model.register_parameter(f"t{i}", torch.nn.Parameter(torch.full((1 << 20,), float(i))))

@@ -12,8 +12,8 @@ import torch
 
 import ckpt
 from ckpt import Layout, Replicate, Shard
+from ckpt.nodes import memory_client
 from ckpt.nodes.copies import copies_seen
-from ckpt.nodes.memory import client
 from ckpt.policies import EverySteps
 from tests.machines import work
 from tests.machines.bed import Bed
@@ -66,7 +66,7 @@ def restore(folder: str) -> tuple[int | None, tuple[int, ...], bool | None, int]
     start = c.restore(state)
     assert c._tiers.spread is not None and state["n"] == start and torch.equal(state["w"], state_of(start or 0)["w"])
     uncopied = c._tiers.spread.finish()
-    daemon = client.connect()
+    daemon = memory_client.connect()
     (run,) = {known.path.split("/")[0] for known in daemon.list()}
     return start, uncopied, copies_seen(f"memory://{run}/step-{start:08d}"), daemon.status()["lent"]
 

@@ -17,9 +17,9 @@ from click.testing import CliRunner
 import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
-from ckpt.converters.compare.comparison import compare
+from ckpt.converters.comparison import compare
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.engine.view import StoredTensor
 from tests.formats.megatron_files import load
 from tests.formats.reading import FIXTURES, same

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import convert
-from ckpt.converters.compare.comparison import compare
+from ckpt.converters.comparison import compare
 from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
 from tests.matrix.cases import CASES

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory_client import MemoryClient
 from tests.memory.daemons import daemon_in
 
 

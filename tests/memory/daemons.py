@@ -8,26 +8,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ckpt.errors import CkptError
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client
 
 
 @contextmanager
-def daemon_in(folder: Path) -> Iterator[client.MemoryClient]:
+def daemon_in(folder: Path) -> Iterator[memory_client.MemoryClient]:
     """A daemon of its own for the block, which ``CKPT_MEMORY_DIR`` leads to."""
     before = os.environ.get("CKPT_MEMORY_DIR")
     os.environ["CKPT_MEMORY_DIR"] = str(folder)
     try:
-        yield client.connect()
+        yield memory_client.connect()
     finally:
         with suppress(CkptError):  # it may be dead already
-            client.connect(start=False, folder=folder).stop()
+            memory_client.connect(start=False, folder=folder).stop()
         if before is None:
             os.environ.pop("CKPT_MEMORY_DIR", None)
         else:
             os.environ["CKPT_MEMORY_DIR"] = before
 
 
-def flip_byte(daemon: client.MemoryClient, path: str) -> None:
+def flip_byte(daemon: memory_client.MemoryClient, path: str) -> None:
     """The last byte of an object changes in the memory of the daemon."""
     pid, opened = daemon.status()["pid"], daemon.get(path)
     wanted = os.fstat(opened.file).st_ino

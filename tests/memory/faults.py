@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import ckpt
 from ckpt.errors import CkptError
+from ckpt.nodes import memory_client, memory_connection
 from ckpt.nodes.copies import SpreadFiles
-from ckpt.nodes.memory import client, connection
 from ckpt.policies import EverySteps, Latest
 from ckpt.runs.node_tier import SpreadTier
 
@@ -33,11 +33,11 @@ TIMEOUT = float(os.environ.get("FAULTS_TIMEOUT", "6"))
 ROWS = 96
 
 PHASES = {
-    "capture": ("ckpt.nodes.memory.client:MemoryClient", "lend"),
-    "seal": ("ckpt.nodes.memory.client:Loan", "put"),
+    "capture": ("ckpt.nodes.memory_client:MemoryClient", "lend"),
+    "seal": ("ckpt.nodes.memory_client:Loan", "put"),
     "commit": ("ckpt.nodes.backend:SpreadBackend", "put_if"),
-    "publish": ("ckpt.engine.copy.copy:Transfer", "copy"),
-    "published": ("ckpt.engine.copy.copy:Transfer", "commit"),
+    "publish": ("ckpt.engine.copy:Transfer", "copy"),
+    "published": ("ckpt.engine.copy:Transfer", "commit"),
     "retain": ("ckpt.nodes.backend:SpreadBackend", "delete"),
     "meet": ("ckpt.nodes.rendezvous", "own_node"),
     "restore": ("ckpt.nodes.backend:SpreadBackend", "read_hashed"),
@@ -102,7 +102,7 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | N
     machine = dist.get_rank()
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
-    connection.TIMEOUT = client.TIMEOUT = TIMEOUT  # type: ignore[attr-defined]
+    memory_connection.TIMEOUT = memory_client.TIMEOUT = TIMEOUT  # type: ignore[attr-defined]
     began = time.monotonic()
     restored, whole, error = None, True, None
     with Path(folder, f"notes{machine}").open("a") as notes:
@@ -111,7 +111,7 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | N
             print(text, file=notes, flush=True)
 
         if fault is not None and fault.machine == machine:
-            arm(fault, client.connect().status()["pid"])
+            arm(fault, memory_client.connect().status()["pid"])
         try:
             saves = {"save": EverySteps(3), "keep": Latest(2), "job": ckpt.Job(timeout=TIMEOUT), "publish_timeout": 1.0}
             with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(parity=parity), **saves) as c:  # type: ignore[arg-type]

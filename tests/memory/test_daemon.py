@@ -19,12 +19,12 @@ import torch
 
 import ckpt
 from ckpt.errors import AccessError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError, UsageError
-from ckpt.nodes.memory import client, connection
-from ckpt.nodes.memory import connection as place
-from ckpt.nodes.memory import store as memory_store
-from ckpt.nodes.memory.client import MemoryClient
-from ckpt.nodes.memory.connection import receive, send
-from ckpt.nodes.memory.store import MemoryStore
+from ckpt.nodes import memory_client, memory_connection
+from ckpt.nodes import memory_connection as place
+from ckpt.nodes import memory_store as memory_store
+from ckpt.nodes.memory_client import MemoryClient
+from ckpt.nodes.memory_connection import receive, send
+from ckpt.nodes.memory_store import MemoryStore
 from ckpt.policies import EverySteps
 from tests.memory.daemons import daemon_in
 
@@ -32,7 +32,7 @@ MIB = 1 << 20
 
 TRAINERS = """
 import itertools, os, sys, torch, ckpt
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client as client
 
 def train(first, capture):
     state = {"w": torch.empty(1 << 18), "step": 0}
@@ -60,7 +60,7 @@ def start(code: str) -> subprocess.Popen[str]:
 
 
 def committed() -> list[str]:
-    return [k.path.split("/")[1] for k in client.connect().list("run/") if k.path.endswith("checkpoint.json")]
+    return [k.path.split("/")[1] for k in memory_client.connect().list("run/") if k.path.endswith("checkpoint.json")]
 
 
 def is_running(pid: int) -> bool:
@@ -115,7 +115,7 @@ def test_a_child_that_lives_on_keeps_nothing_borrowed(daemon: MemoryClient) -> N
     """As a worker of a data loader does, whose trainer was killed."""
     code = """
 import os, sys
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client as client
 loan = client.connect().lend(5 << 20)
 if os.fork():
     print(os.getpid(), flush=True)
@@ -134,13 +134,13 @@ os._exit(0)
 
 def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "deep" / ("x" * 90) / "memory"))  # longer than a socket's name may be
-    code = "import time; from ckpt.nodes.memory import client; client.connect().put('a/b', b'kept')"
+    code = "import time; from ckpt.nodes import memory_client as client; client.connect().put('a/b', b'kept')"
     code += "; print('ready', flush=True); time.sleep(60)"
     trainer = start(code)
     assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
     os.killpg(trainer.pid, signal.SIGKILL)
     trainer.communicate()
-    daemon = client.connect(start=False)
+    daemon = memory_client.connect(start=False)
     try:
         pid = daemon.status()["pid"]
         assert [k.path for k in daemon.list()] == ["a/b"]
@@ -150,15 +150,15 @@ def test_killing_the_process_group_of_its_first_client_leaves_it(tmp_path: Path,
     while is_running(pid):  # it has let go of its lock, and is about to end
         time.sleep(0.01)
     with pytest.raises(NotFoundError):
-        client.connect(start=False)
+        memory_client.connect(start=False)
 
 
 def test_many_start_it_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
-    code = "from ckpt.nodes.memory import client; print(client.connect().status()['pid'])"
+    code = "from ckpt.nodes import memory_client as client; print(client.connect().status()['pid'])"
     starters = [start(code) for _ in range(4)]
     pids = {starter.communicate(timeout=60)[0] for starter in starters}
-    client.connect(start=False).stop()
+    memory_client.connect(start=False).stop()
     assert len(pids) == 1 and pids != {""}
 
 
@@ -183,7 +183,7 @@ class TestBudget:
         for variable, text in (("CKPT_MEMORY_BUDGET", "much"), ("CKPT_MEMORY_PORT", "99999"), ("CKPT_MEMORY_IDLE", "-1")):
             monkeypatch.setenv(variable, text)
             with pytest.raises(UsageError) as caught:
-                client.connect()
+                memory_client.connect()
             assert caught.value.where == variable
             monkeypatch.delenv(variable)
         assert list(tmp_path.iterdir()) == []
@@ -291,7 +291,7 @@ print(anonymous() - before)
 def test_what_was_saved_cannot_be_written(daemon: MemoryClient) -> None:
     code = """
 import ctypes
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client as client
 loan = client.connect().lend(1 << 20)
 address = loan.data.ctypes.data
 ctypes.memset(address, 1, 8)
@@ -326,7 +326,7 @@ def test_loans_one_after_another_need_one_connection(daemon: MemoryClient) -> No
 def test_memory_that_is_lent_again_is_writable_only_where_it_is_opened(daemon: MemoryClient) -> None:
     code = """
 import ctypes
-from ckpt.nodes.memory import client
+from ckpt.nodes import memory_client as client
 daemon = client.connect()
 daemon.lend(4 << 20).put("run/old")
 daemon.delete("run/old")
@@ -387,7 +387,7 @@ class TestStrangers:
     def test_a_folder_that_others_reach(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o755)
         with pytest.raises(AccessError, match="others than this account"):
-            client.connect(folder=tmp_path)
+            memory_client.connect(folder=tmp_path)
 
     def test_a_daemon_of_another_release(self, tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
@@ -402,7 +402,7 @@ class TestStrangers:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(FormatError, match=r"release 9\.0 and speaks version 99"):
-            client.connect(start=False, folder=tmp_path)
+            memory_client.connect(start=False, folder=tmp_path)
         thread.join()
         listening.close()
 
@@ -410,10 +410,10 @@ class TestStrangers:
         """A real one: the training loop is refused by name, and the daemon can be ended, which frees its memory."""
         monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path / "memory"))
         code = f"""
-from ckpt.nodes.memory import connection as messages
+from ckpt.nodes import memory_connection as messages
 messages.PROTOCOL = 0
 from pathlib import Path
-from ckpt.nodes.memory.daemon import serve
+from ckpt.nodes.memory_daemon import serve
 serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flush=True))
 """
         old = start(code)
@@ -421,7 +421,7 @@ serve(Path({str(tmp_path / "memory")!r}), 1 << 20, lambda: print("listens", flus
             assert old.stdout is not None and old.stdout.readline() == "listens\n"
             with pytest.raises(FormatError, match=r"(?s)speaks version 0 of the protocol, this release 1.*ckpt memory stop --all"):
                 ckpt.Checkpointer(str(tmp_path / "run"), memory=ckpt.Memory()).step(1, {"w": torch.ones(3)})
-            client.end_daemon(tmp_path / "memory")
+            memory_client.end_daemon(tmp_path / "memory")
             assert old.wait(20) == 0
         finally:
             old.kill()
@@ -462,14 +462,14 @@ def test_two_jobs_have_a_daemon_each(daemon: MemoryClient, tmp_path: Path) -> No
 def test_a_hanging_daemon_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with daemon_in(tmp_path) as daemon:
         pid = daemon.status()["pid"]
-        monkeypatch.setattr(connection, "TIMEOUT", 2.0)
+        monkeypatch.setattr(memory_connection, "TIMEOUT", 2.0)
         os.kill(pid, signal.SIGSTOP)
         try:
             with pytest.raises(StorageError, match="has not answered"):
                 daemon.list()
         finally:
             os.kill(pid, signal.SIGCONT)
-        monkeypatch.setattr(connection, "TIMEOUT", 30.0)
+        monkeypatch.setattr(memory_connection, "TIMEOUT", 30.0)
         assert list(daemon.list()) == []
 
 
@@ -519,7 +519,7 @@ def test_a_daemon_that_dies_is_started_again(tmp_path: Path) -> None:
 def test_it_ends_when_nobody_needs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_MEMORY_IDLE", "0.1")
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(tmp_path))
-    code = "from ckpt.nodes.memory import client; print(client.connect().status()['pid'])"
+    code = "from ckpt.nodes import memory_client as client; print(client.connect().status()['pid'])"
     pid = int(start(code).communicate(timeout=60)[0])
     end = time.monotonic() + 20
     while (tmp_path / "socket").exists():

@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import ckpt
-from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory_client import MemoryClient
 from tests.distributed.ranks import Lost, Ranks
 from tests.memory import faults
 from tests.memory.daemons import daemon_in

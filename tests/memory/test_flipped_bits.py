@@ -11,11 +11,11 @@ import torch
 
 import ckpt
 from ckpt.io_backends import Backend, PosixBackend
+from ckpt.nodes import memory_client
 from ckpt.nodes.backend import register_run, run_url, unregister_run
 from ckpt.nodes.copies import NodeCopier
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
-from ckpt.nodes.memory import client
-from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes.memory_client import MemoryClient
 from ckpt.nodes.nodes import NodeSet, StorageNode
 from tests.memory.flipping import flipping
 
@@ -28,7 +28,7 @@ def test_in_a_load_from_another_machine(daemon: MemoryClient) -> None:
     ckpt.save("memory://run/step-00000001", {"w": wanted})
     with flipping(daemon.addresses()[0], 9 * MIB, up=False) as proxy:
         address = f"127.0.0.1:{proxy.address[1]}"
-        client.trust(address, daemon.secret())
+        memory_client.trust(address, daemon.secret())
         state = {"w": torch.zeros_like(wanted)}
         ckpt.load(f"memory://{address}/run/step-00000001", state)
         assert torch.equal(state["w"], wanted) and proxy.flipped == 1

@@ -11,8 +11,8 @@ import ckpt
 from ckpt.errors import AccessError, CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends import Backend, ObjectMeta, open_backend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.nodes.memory import client
-from ckpt.nodes.memory.client import MemoryClient
+from ckpt.nodes import memory_client
+from ckpt.nodes.memory_client import MemoryClient
 
 
 class TestMem(BackendConformance):
@@ -89,7 +89,7 @@ def test_what_was_deleted_by_others_is_gone(daemon: MemoryClient) -> None:
 class TestFromAnotherMachine:
     @pytest.fixture
     def remote(self, daemon: MemoryClient) -> Backend:
-        client.trust(daemon.address(), daemon.secret())
+        memory_client.trust(daemon.address(), daemon.secret())
         return open_backend(f"memory://{daemon.address()}/runs")
 
     def test_reads_and_lists(self, remote: Backend) -> None:
@@ -123,7 +123,7 @@ class TestFromAnotherMachine:
                 call()
 
     def test_another_secret_is_refused(self, daemon: MemoryClient, remote: Backend) -> None:
-        client.trust(daemon.address(), "wrong")
+        memory_client.trust(daemon.address(), "wrong")
         with pytest.raises(AccessError, match="secret"):
             open_backend(remote.url).list_dir()
 
@@ -131,7 +131,7 @@ class TestFromAnotherMachine:
         monkeypatch.setenv("CKPT_MEMORY_SECRET", "s")
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        monkeypatch.setattr("ckpt.nodes.memory.remote.TIMEOUT", 0.3)
+        monkeypatch.setattr("ckpt.nodes.memory_remote.TIMEOUT", 0.3)
         with pytest.raises(StorageError):
             open_backend(f"memory://127.0.0.1:{port}/runs").list_dir()
 

@@ -10,17 +10,17 @@ import pytest
 
 from ckpt.errors import FormatError, StorageError, UsageError
 from ckpt.net.wire import receive_head, send
+from ckpt.nodes import memory_remote
 from ckpt.nodes.file_server import RemoteNode
-from ckpt.nodes.memory import remote
-from ckpt.nodes.memory.remote import MemoryConnections, serve_objects
-from ckpt.nodes.memory.store import MemoryStore
+from ckpt.nodes.memory_remote import MemoryConnections, serve_objects
+from ckpt.nodes.memory_store import MemoryStore
 
 MIB = 1 << 20
 
 
 def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Never an error message among the bytes of an object."""
-    monkeypatch.setattr(remote, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(memory_remote, "SILENT_SECONDS", 0.3)
     store = MemoryStore(64 * MIB)
     lent = store.lend(32 * MIB)
     os.pwrite(lent.file, b"\x01" * (32 * MIB), 0)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 import ckpt
 from ckpt.errors import AccessError, CkptError
 from ckpt.live.segment import MemorySegment
-from ckpt.nodes.memory import client
-from ckpt.nodes.memory.client import MemoryClient
-from ckpt.nodes.memory.remote import MemoryConnections
+from ckpt.nodes import memory_client
+from ckpt.nodes.memory_client import MemoryClient
+from ckpt.nodes.memory_remote import MemoryConnections
 from ckpt.policies import EverySteps
 from tests.distributed.ranks import Ranks
 from tests.memory.daemons import daemon_in
@@ -37,7 +37,7 @@ def train_in_full_memory(folder: str, free_at: int) -> list[str | None]:
     with ckpt.Checkpointer(f"{folder}/root", memory=ckpt.Memory(copies=0), save=EverySteps(100), job=ckpt.Job(timeout=20)) as c:
         for n in range(1, 6):
             if n == free_at and machine == 1:
-                client.connect().drop("another-job")
+                memory_client.connect().drop("another-job")
             dist.barrier()
             try:
                 c.step(n, {"own": ckpt.PerRank(torch.full((MIB // 2,), float(n)))})
@@ -145,7 +145,7 @@ def no_files_left() -> Iterator[None]:
 
 def test_a_process_without_files_is_told_so_and_not_of_memory_or_daemons(daemon: MemoryClient) -> None:
     daemon.put("a/f", b"content")
-    unreached = client.MemoryClient(daemon.folder)
+    unreached = memory_client.MemoryClient(daemon.folder)
     with no_files_left():
         with pytest.raises(CkptError, match="no shared memory of .* bytes can be made: .*Too many open files"):
             MemorySegment(100)

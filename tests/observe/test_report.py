@@ -26,8 +26,8 @@ from ckpt.io_backends.registry import open_backend
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.runs.report.areas import squarify
 from ckpt.runs.report.content import Setting, build_report
-from ckpt.runs.report.heat import kinds_of
 from ckpt.runs.report.html import render
+from ckpt.runs.report.summary import kinds_of
 from ckpt.telemetry.spans import Row
 from tests.cli.checkpoints import flip
 from tests.observe.pages import Element, page_of, parse

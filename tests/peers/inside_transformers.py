@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerState
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.integrations.transformers import use
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.layout.strided import MOST_BOXES, StridedView, boxes_of_view
+from ckpt.plan.layout.partition import MOST_BOXES, StridedView, boxes_of_view
 from tests.box_strategies import shapes
 
 Array = npt.NDArray[np.int64]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ckpt.errors import UsageError
 from ckpt.policies import Before, EveryMinutes, Moment, OnPreemption, from_json, machine_deadline, to_json
-from ckpt.policies.measured import VARIABLES
+from ckpt.policies.both import VARIABLES
 from tests.policies.test_paying import EPOCH, SimulatedJob
 
 

@@ -12,7 +12,7 @@ from ckpt.errors import UsageError
 from ckpt.policies import EveryBudget, EveryOptimal, Moment, SaveCost, SavePolicy
 from ckpt.policies.save import daly
 from ckpt.runs.save_schedule import CostMeter
-from ckpt.telemetry.callbacks import Stall
+from ckpt.telemetry.progress import Stall
 
 EPOCH = 1.8e9
 """When a job begins, in seconds since 1970."""

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ckpt import convert
-from ckpt.converters.compare.semantic import check_semantic
 from ckpt.converters.mapping.convention import numbers_of_files, translated_views
+from ckpt.converters.semantic import check_semantic
 from ckpt.formats.registry import open_catalog
 from tests.formats.megatron_files import Arrays, assert_same, dense_norms, read_all, whole_model
 from tests.formats.memory import megatron_memory

@@ -25,8 +25,8 @@ import torch
 import ckpt
 from ckpt import convert, export
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, FormatError, NotCommittedError, NotFoundError
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.policies import Latest, retention

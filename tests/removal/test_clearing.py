@@ -22,17 +22,16 @@ import ckpt
 from ckpt import convert
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.copy.copy import Transfer, copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import Transfer, copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError, NotCommittedError, NotFoundError, StorageError
 from ckpt.formats.native.clearing import clear
 from ckpt.formats.native.commit import began, moment_of
 from ckpt.formats.native.writer import committed_id, set_tags
-from ckpt.io_backends import InProcessBackend, open_backend
+from ckpt.io_backends import InProcessBackend, open_backend, posix_files
 from ckpt.io_backends.conformance.reading import everything, put
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess, SimulatedCrash
-from ckpt.io_backends.posix import files
-from ckpt.io_backends.posix.backend import PosixBackend
+from ckpt.io_backends.posix_backend import PosixBackend
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import Latest
 from ckpt.runs.orphans import find_orphans, remove_orphans
@@ -201,7 +200,7 @@ def test_two_clearings_at_once_both_end_well(tmp_path: Path, monkeypatch: pytest
     backend = PosixBackend(str(tmp_path))
     for path in (*paths, "data/other"):
         put(backend, path, b"orphan")
-    sync = files.sync_directories
+    sync = posix_files.sync_directories
     others: list[bool] = []
 
     def meanwhile(directory: str, root: str, made: list[str]) -> None:
@@ -210,7 +209,7 @@ def test_two_clearings_at_once_both_end_well(tmp_path: Path, monkeypatch: pytest
             others[0] = clear(backend, id, "", paths, lambda: None)
         sync(directory, root, made)
 
-    monkeypatch.setattr(files, "sync_directories", meanwhile)
+    monkeypatch.setattr(posix_files, "sync_directories", meanwhile)
     assert clear(backend, id, "", paths, lambda: None) and others == [True]
     assert everything(backend) == {"data/other": b"orphan"}
 
@@ -346,7 +345,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_gc_asks_the_storage_what_time_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
     """Also where files cannot be made without a name, and it leaves none behind."""
     if named:
-        monkeypatch.setattr("ckpt.io_backends.posix.files._NAMELESS", 0)
+        monkeypatch.setattr("ckpt.io_backends.posix_files._NAMELESS", 0)
     write_checkpoint(str(tmp_path / "step-1"), {"x": np.ones(9)}, commit=False)
     before = everything(open_backend(str(tmp_path)))
     for seconds in (FAR, -FAR):
@@ -374,7 +373,7 @@ def test_gc_tells_of_a_directory_that_cannot_be_written(tmp_path: Path, monkeypa
     def refused(directory: str) -> float:
         raise PermissionError(13, "Permission denied", directory)
 
-    monkeypatch.setattr("ckpt.io_backends.posix.backend.clock", refused)
+    monkeypatch.setattr("ckpt.io_backends.posix_backend.clock", refused)
     assert "touched" in run("gc", tmp_path).stdout
 
 

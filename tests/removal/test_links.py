@@ -19,8 +19,8 @@ import ckpt
 from ckpt import export
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, StorageError, UsageError
 from ckpt.formats.native.writer import set_tags
 from ckpt.integrations.dcp import CkptWriter

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import CkptError, ConflictError
 from ckpt.formats.native.commit import ANCHORS, COMMIT_PATH, CommitRecord
 from ckpt.formats.registry import open_catalog

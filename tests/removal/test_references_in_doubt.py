@@ -15,8 +15,8 @@ import xxhash
 
 import ckpt
 from ckpt.converters.importer import import_checkpoint
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.io_backends.registry import open_backend

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt import ExportReport, export
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.s3_backend import S3Backend
 from tests.s3.rank_work import COLUMNS, on_request, whole
 
 PART = 5 << 20

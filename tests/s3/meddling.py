@@ -16,7 +16,7 @@ from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ConnectionClosedError
 from botocore.httpsession import URLLib3Session
 
-from ckpt.io_backends.s3 import client as s3_client
+from ckpt.io_backends import s3_client as s3_client
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.io_backends.s3 import client as s3_client
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends import s3_client as s3_client
+from ckpt.io_backends.s3_backend import S3Backend
 from ckpt.policies import EverySteps, Latest
 
 ROWS, COLUMNS = 3_000, 1_001

@@ -22,10 +22,10 @@ from ckpt.errors import AccessError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends import ObjectMeta, open_backend
+from ckpt.io_backends import s3_client as s3_client
 from ckpt.io_backends.conformance.reading import everything, put
-from ckpt.io_backends.s3 import client as s3_client
-from ckpt.io_backends.s3.backend import S3Backend
-from ckpt.io_backends.s3.writer import part_size
+from ckpt.io_backends.s3_backend import S3Backend
+from ckpt.io_backends.s3_writer import part_size
 from ckpt.runs.step_listing import KnownSteps, list_steps
 from tests.cli.checkpoints import write_checkpoint
 from tests.s3.meddling import Seen, _Raw, answer, watch

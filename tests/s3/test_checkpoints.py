@@ -13,7 +13,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import NotCommittedError, NotFoundError
 from ckpt.io_backends import join_url, open_backend
 from tests.distributed.ranks import Lost, Ranks

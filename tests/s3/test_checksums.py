@@ -14,9 +14,9 @@ from botocore.awsrequest import AWSResponse
 from ckpt.errors import StorageError, UsageError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything, put
-from ckpt.io_backends.s3.backend import S3Backend
-from ckpt.io_backends.s3.client import Checks, ConfirmedPart, check_whole, client_of
-from ckpt.io_backends.s3.tries import ChangedError
+from ckpt.io_backends.s3_backend import S3Backend
+from ckpt.io_backends.s3_client import Checks, ConfirmedPart, check_whole, client_of
+from ckpt.io_backends.s3_tries import ChangedError
 from tests.s3.meddling import Seen, _Raw, answer, watch
 from tests.s3.stores import ObjectStore, use
 

@@ -7,7 +7,7 @@ import pytest
 from ckpt.io_backends import Backend
 from ckpt.io_backends.conformance import BackendConformance
 from ckpt.io_backends.conformance.writing import WritingRows
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.s3_backend import S3Backend
 from tests.s3.stores import ObjectStore, use
 
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import cli
-from ckpt.engine.copy.copy import copy_checkpoint
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.copy import copy_checkpoint
+from ckpt.engine.verify import verify
 from ckpt.errors import CorruptError
 from ckpt.io_backends import open_backend
 from ckpt.io_backends.conformance.reading import everything

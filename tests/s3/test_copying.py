@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.io_backends import Backend, open_backend
 from ckpt.io_backends.conformance.reading import everything
 from ckpt.io_backends.registry import wrap_backends
@@ -75,8 +75,8 @@ def test_killed_while_copying(source: str, s3_url: str) -> None:
 DYING = """
 import os, signal, sys
 from ckpt.cli.start import main
-from ckpt.io_backends.s3 import client
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends import s3_client as client
+from ckpt.io_backends.s3_backend import S3Backend
 
 make, operation = client._make, sys.argv.pop(1)
 

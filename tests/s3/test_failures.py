@@ -12,11 +12,11 @@ from botocore.awsrequest import AWSResponse
 
 from ckpt.errors import AccessError, ConflictError, CorruptError, StorageError
 from ckpt.io_backends import Writer, open_backend
+from ckpt.io_backends import s3_client as s3_client
+from ckpt.io_backends import s3_reading as s3_reading
+from ckpt.io_backends import s3_tries as s3_tries
 from ckpt.io_backends.conformance.reading import everything, put
-from ckpt.io_backends.s3 import client as s3_client
-from ckpt.io_backends.s3 import reading as s3_reading
-from ckpt.io_backends.s3 import tries as s3_tries
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.s3_backend import S3Backend
 from tests.s3.meddling import Seen, _Raw, answer, cutting, lost_answer, lost_request, slow, watch
 from tests.s3.stores import KEYS, ObjectStore, use
 

@@ -19,7 +19,7 @@ from botocore.exceptions import ConnectTimeoutError
 
 from ckpt.errors import AccessError, CkptError, StorageError, UsageError
 from ckpt.io_backends import open_backend
-from ckpt.io_backends.s3 import tries as s3_tries
+from ckpt.io_backends import s3_tries as s3_tries
 from tests.s3.meddling import _Raw, answer, watch
 from tests.s3.stores import KEYS, NO_FILES
 

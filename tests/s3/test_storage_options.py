@@ -16,14 +16,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
-from ckpt.engine.copy.copy import copy_checkpoint
+from ckpt.engine.copy import copy_checkpoint
 from ckpt.errors import AccessError, CkptError, ConflictError, NotFoundError, StorageError, UsageError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.io_backends import open_backend, registry
+from ckpt.io_backends import s3_client as s3_client
 from ckpt.io_backends.conformance.reading import everything
-from ckpt.io_backends.fsspec.backend import FsspecBackend
-from ckpt.io_backends.s3 import client as s3_client
-from ckpt.io_backends.s3.backend import S3Backend
+from ckpt.io_backends.fsspec_backend import FsspecBackend
+from ckpt.io_backends.s3_backend import S3Backend
 from tests.cli.running import run
 from tests.faults.proxy import FaultProxy
 from tests.s3.elsewhere import elsewhere

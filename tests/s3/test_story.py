@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.engine.verify.verify import verify
+from ckpt.engine.verify import verify
 from ckpt.errors import StorageError
 from ckpt.policies import EverySteps, Latest
 from tests.faults.proxy import FaultProxy, Schedule

@@ -16,7 +16,7 @@ import torch
 
 import ckpt
 from ckpt import settings
-from ckpt.engine.copy.files import CopyTask, FileCopy
+from ckpt.engine.copied_files import CopyTask, FileCopy
 from ckpt.errors import NoSpaceError
 from ckpt.io_backends import PosixBackend, open_backend
 from ckpt.io_backends.protocol import Writer

@@ -12,7 +12,7 @@ import ckpt
 from ckpt.errors import CkptError, StorageError
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import current_group
-from ckpt.nodes.memory.backend import MemoryBackend
+from ckpt.nodes.memory_backend import MemoryBackend
 from ckpt.policies import EverySteps
 from ckpt.runs.node_tier import Memory, SpreadTier, is_memory
 

@@ -19,13 +19,13 @@ from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
-from ckpt.telemetry.callbacks import Stall
+from ckpt.telemetry.progress import Stall
 
 from .capture import Capture
-from .fence import CaptureFence, CpuBackoff, Outcome, in_trace
 from .job import BlockedTime, Heartbeat, SaveJob, save_cache, wait_for_pending_save
 from .options import SaveOptions, SaveReport
 from .save import OnFailure, RankShare, begin, prepare, stage, write_and_commit
+from .staging import CaptureFence, CpuBackoff, Outcome, in_trace
 
 log = logging.getLogger("ckpt")
 

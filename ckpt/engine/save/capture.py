@@ -36,10 +36,9 @@ from ckpt.state.tensors import raw_view, reads_otherwise
 from ckpt.telemetry.progress import SaveMeter
 from ckpt.telemetry.spans import Spans
 
-from .fence import in_trace
 from .plan import Batch
 from .replicas import Replicas
-from .staging import StagedBatches
+from .staging import StagedBatches, in_trace
 from .tensor_source import FENCE, ChunkSource, FragmentExchange
 from .writer import MANY
 

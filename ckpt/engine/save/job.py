@@ -24,17 +24,15 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.net.call import FIRST_SIGN, Call
 from ckpt.net.liveness import Members
-from ckpt.telemetry.callbacks import Stall, reported
-from ckpt.telemetry.progress import BEGIN, PHASES, WRITE, SaveMeter, SaveProgress, Standing, printable_host, sign_interval
+from ckpt.telemetry.progress import BEGIN, PHASES, WRITE, SaveMeter, SaveProgress, Stall, Standing, printable_host, reported, sign_interval
 from ckpt.telemetry.spans import Spans, limit_for
 
 from .base import REMEMBERED, RememberedBase
 from .candidates import SeenVersions
-from .fence import Outcome
 from .leader import Tables
 from .options import SaveOptions
 from .plan import Plans
-from .staging import Arena
+from .staging import Arena, Outcome
 
 log = logging.getLogger("ckpt")
 

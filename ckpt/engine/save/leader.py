@@ -35,9 +35,8 @@ from ckpt.plan.values import join_values
 from ckpt.text import parse_json
 
 from .base import NO_REFERENCES, ReferenceRows, join_references
-from .extensions import check_part, compare_mirrors
 from .index_rows import Chunking, chunks_apart, index_rows
-from .options import SaveOptions
+from .options import SaveOptions, check_part, compare_mirrors
 from .replicas import compare_replicas
 
 log = logging.getLogger("ckpt")

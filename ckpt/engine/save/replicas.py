@@ -21,7 +21,7 @@ from ckpt.plan.tables import ranks_text
 from ckpt.state.tensors import LocalTensor, as_bytes
 from ckpt.text import parse_json
 
-from .extensions import Extension
+from .options import Extension
 from .plan import Chunk
 from .writer import RankWriter
 

@@ -26,7 +26,7 @@ import xxhash
 from ckpt import units
 from ckpt.concurrency import run_tasks
 from ckpt.engine.devices import devices_of, settle_devices
-from ckpt.engine.opening import open_together
+from ckpt.engine.load.load import open_together
 from ckpt.errors import CkptError, MismatchError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR
 from ckpt.formats.native.paths import check_not_replaced, split_url
@@ -37,8 +37,8 @@ from ckpt.state.shard_table import ShardTable
 
 from .base import AnchorChunks, Base, ChunkPlace, Referable, RememberedBase, SaveBase, WrittenChunks, encode_references, find_base
 from .candidates import Trust
-from .extensions import Extension
 from .job import SaveJob
+from .options import Extension
 from .plan import RankPlan
 from .tensor_source import ChunkSource
 from .writer import EncodedWriter, RankWriter

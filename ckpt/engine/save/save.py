@@ -44,10 +44,9 @@ from ckpt.state.collect import Collected, collect
 from ckpt.telemetry.progress import HASH, WRITE
 
 from .capture import Capture
-from .extensions import Extension, Mirrors, PartOnly
 from .job import SaveJob, save_cache, wait_for_pending_save
 from .leader import Leader
-from .options import SaveOptions, SaveReport
+from .options import Extension, Mirrors, PartOnly, SaveOptions, SaveReport
 from .plan import APART, RankPlan, WriteOptions
 from .replicas import ReplicaCheck, Replicas
 from .reuse import Incremental, Reuse, find_reuse

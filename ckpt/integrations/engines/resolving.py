@@ -22,7 +22,7 @@ import torch
 
 from ckpt.errors import StateError, UsageError
 from ckpt.plan.layout.geometry import Box, intersect_all
-from ckpt.plan.layout.strided import MOST_BOXES, StridedView, boxes_of_view
+from ckpt.plan.layout.partition import MOST_BOXES, StridedView, boxes_of_view
 
 from .recording import Recording, Write
 

@@ -9,8 +9,7 @@ from ckpt import units
 from ckpt.telemetry.spans import Span, SpanTable
 
 from .charts import Markup, colour_of, percent, short, tag
-from .heat import LayerSize
-from .summary import SaveSummary, brief
+from .summary import LayerSize, SaveSummary, brief
 
 # The timeline of one save: for some ranks, what each thread did when. Pure.
 #

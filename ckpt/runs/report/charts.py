@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from ckpt import units
 from ckpt.text import printable
 
-from .heat import BOUNDS, MIDDLE, Cell, HeatMap
-from .summary import PhaseSummary, SaveSummary, Unaccounted, brief
+from .summary import BOUNDS, MIDDLE, Cell, HeatMap, PhaseSummary, SaveSummary, Unaccounted, brief
 
 # HTML and SVG as text. Escaping is not the caller's to remember: whatever is not ``Markup`` is escaped where it is put in.
 

@@ -14,9 +14,8 @@ from ckpt.telemetry.spans import WAITING, SpanTable
 
 from .advice import Facts, Recommendation, advise
 from .areas import Timeline, timeline
-from .heat import MIDDLE, HeatMap, KindSize, LayerSize, blocks, heat_map, kinds_of
 from .history import SavedSpans, is_checkpoint, read_history, read_save
-from .summary import SaveSummary, brief
+from .summary import MIDDLE, HeatMap, KindSize, LayerSize, SaveSummary, blocks, brief, heat_map, kinds_of
 
 ROWS = 64
 """Ranks that have a row each in a heat map; of more, each is a cell of a block."""

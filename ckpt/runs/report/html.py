@@ -19,9 +19,8 @@ from . import areas, charts
 from .advice import run_stragglers
 from .charts import Line, Markup, Point, join, nearest, number, short, tag
 from .content import Detail, HistoryEvent, Report, Series, Setting, distinct
-from .heat import level_of
 from .history import SavedSpans
-from .summary import SaveSummary, brief, floor_of
+from .summary import SaveSummary, brief, floor_of, level_of
 
 _CODE = "ckpt.runs.report"
 _YEAR_9999 = 250_000_000_000

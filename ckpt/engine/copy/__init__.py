@@ -1,1 +1,0 @@
-"""Copies of checkpoints: bytes from one storage to another, as they are. No torch."""

@@ -1,1 +1,0 @@
-"""Whether a checkpoint is what its digests say."""

@@ -1,1 +1,0 @@
-"""Two checkpoints compared, and the parts of one checkpoint with each other. No torch."""

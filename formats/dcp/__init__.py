@@ -1,1 +1,0 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: ``.metadata`` and data files of ``torch.save`` archives."""

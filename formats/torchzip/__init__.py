@@ -1,1 +1,0 @@
-"""Archives that ``torch.save`` writes (.pt, .pth, .bin), read by ranges."""

@@ -1,1 +1,0 @@
-"""Any storage that has an fsspec file system."""

@@ -1,1 +1,0 @@
-"""Files and directories, on local and on network file systems."""

@@ -1,1 +1,0 @@
-"""Object stores that speak S3."""
