@@ -19,7 +19,7 @@ The tree (the builtin that each class also is stands in brackets; the number is 
     ├── StorageError [OSError]                 30    the storage failed
     │   ├── NoSpaceError                       30    it is full
     │   ├── AccessError [PermissionError]      30    it refuses us
-    │   └── ConflictError [FileExistsError]    30    somebody else published there first
+    │   └── ConflictError [FileExistsError]    33    what is there is in the way, or has to stay
     ├── TornError                              23    a live state is a mix of two versions
     ├── BusyError                              32    a save is going on already
     ├── CancelledError                        130    the caller cancelled it
@@ -223,7 +223,9 @@ class AccessError(StorageError, PermissionError):
 
 
 class ConflictError(StorageError, FileExistsError):
-    """Somebody else published there first."""
+    """What is there is in the way, or has to stay: another checkpoint, a tag, a part of one that is in use. It stays as it is."""
+
+    exit_code = 33
 
 
 class BusyError(CkptError):

@@ -183,6 +183,7 @@ DIFFERENT = 3
     help="Elements may differ by ABS + REL times the larger one. The first rule that matches a tensor applies. Repeatable.",
 )
 @click.option("--values/--no-values", default=True, show_default=True, help="Also compare plain values.")
+@click.option("--dtypes/--no-dtypes", default=True, show_default=True, help="Also compare dtypes.")
 @mapping_options
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Names of A that begin with OLD begin with NEW in B. Repeatable.")
 @click.option("--threads", type=click.IntRange(min=1), metavar="N", help="Comparing threads. [default: one per core, 2 to 16]")
@@ -195,6 +196,7 @@ def diff(
     only: tuple[str, ...],
     rules: tuple[str, ...],
     values: bool,
+    dtypes: bool,
     mapping: MappingChoice,
     rename: tuple[str, ...],
     threads: int | None,
@@ -203,7 +205,8 @@ def diff(
     """Compare the checkpoints A and B, of any formats: names, shapes, dtypes, elements and values.
 
     Tensors that differ are listed with the largest difference first. The exit code is 0 if the checkpoints are equal and 3 if not. Two
-    NaNs are equal, and padding is ignored.
+    NaNs are equal, and padding is ignored. Elements of two dtypes are compared as numbers; with --no-dtypes the dtypes are no difference,
+    and --tolerance 0,0.004 allows what a cast to bfloat16 rounds.
 
     \b
     Example:
@@ -212,6 +215,7 @@ def diff(
       ckpt diff --names llama --convention megatron /models/Llama-3-8B imports/m
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
+      ckpt diff --root model --no-dtypes --tolerance 0,0.004 runs/a/step-100 export-bf16/
     """
     from ckpt.converters.comparison import compare
 
@@ -227,6 +231,7 @@ def diff(
             only=only,
             tolerances=tolerances,
             values=values and views is None,
+            dtypes=dtypes,
             threads=threads,
             progress=update,
         )
@@ -279,6 +284,8 @@ def _print_differences(report: DiffReport, output: Output) -> None:
     if not report.same:
         verdict = style(units.plural(len(report.differences) + len(report.value_differences), "difference"), "red")
     output.line(f"{verdict}: compared {compared} in {units.duration(report.seconds)}")
+    if any(d.kind == "dtype" for d in report.differences):
+        output.talk("elements were compared as numbers; to allow two dtypes and their rounding: --no-dtypes --tolerance 0,0.004")
     if not report.tensors:
         _suggest_root(report, output)
 

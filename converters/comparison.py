@@ -244,6 +244,7 @@ def compare(
     only: Sequence[str] = (),
     tolerances: Sequence[Tolerance] = (),
     values: bool = True,
+    dtypes: bool = True,
     threads: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> DiffReport:
@@ -259,6 +260,7 @@ def compare(
         only: globs of names and paths; others are left out.
         tolerances: the first whose glob fits a tensor's name counts; without one elements must be equal.
         values: whether what is no tensor is compared too.
+        dtypes: whether tensors of two dtypes differ. Elements are compared as numbers either way.
         progress: called with the bytes of the left side that were compared, and all of them.
     """
     left, right = url_text(left), url_text(right)
@@ -289,7 +291,7 @@ def compare(
         values=count,
         bytes=comparing.done,
         seconds=time.monotonic() - began,
-        differences=tuple(sorted(differences, key=lambda d: d.name)),
+        differences=tuple(sorted((d for d in differences if dtypes or d.kind != "dtype"), key=lambda d: d.name)),
         value_differences=tuple(differ),
     )
 

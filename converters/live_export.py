@@ -20,11 +20,11 @@ from ckpt.formats.deltas import Base, open_base
 from ckpt.io_backends.registry import open_backend, scheme_of
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
-from ckpt.plan.tables import Table, grouped, join_tables, split_tables
+from ckpt.plan.tables import Table, grouped, join_tables, split_tables, whole_where_present
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.settings import check_flags
@@ -43,7 +43,6 @@ from .transaction import Destination, ExportTransaction, RankFiles
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
     from torch.nn import Module
 
 
@@ -159,7 +158,7 @@ class Export:
         """What every rank computes alike from what was agreed. ``base``: on the leader, which has opened it."""
         call, options, destination = self.call, self.options, self.destination
         catalog = StateCatalog.of(
-            join_tables([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]),
+            join_tables(whole_where_present([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]])),
             parse_json(call.fetch(agreed["state"])),
             url=call.url,
             backend=destination.backend,
@@ -272,9 +271,7 @@ def export(
     anchor_every: int = ANCHOR_EVERY,
     dequantize: bool = False,
     memory: int = settings.EXPORT_MEMORY,
-    timeout: float | None = None,
-    threads: int | None = None,
-    process_group: ProcessGroup | None = None,
+    job: Job | None = None,
 ) -> ExportReport:
     """Write the model of a running job as safetensors files, as ``ckpt convert --to hf`` would write them of a save of ``state``.
 
@@ -284,7 +281,7 @@ def export(
 
     Args:
         url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
-        state: a model, or a state as ``ckpt.save`` takes it.
+        state: a model, or a state as ``ckpt.save`` takes it. A plain tensor that only some ranks have is whole there.
         names: a translation, such as ``"llama"``, into ``convention``. ``numbers`` of the model that ``config`` lacks: ``{"heads": 32}``.
         only, exclude: globs of new names.
         root: the key of the state that has the model; by default the only one with tensors.
@@ -302,7 +299,7 @@ def export(
         dequantize: write what quantised tensors stand for, in the dtype that they show. Each rank makes all of its own at once. Without
             it they are an error.
         memory: bytes of tensors that a rank has in windows at once.
-        timeout, threads, process_group: as for ``ckpt.save``.
+        job: as for ``ckpt.save``.
 
     Raises:
         ConflictError: something is at ``url``.
@@ -328,13 +325,14 @@ def export(
         anchor_every=anchor_every,
         dequantize=dequantize,
     )
-    group = current_group(process_group)
+    job = Job.of(job)
+    group = current_group(job.process_group)
     with group.fails_together("export", url):
         wait_for_pending_save(group)
         check_flags(overwrite=overwrite, dequantize=dequantize)
         if layout is not None:
             check_layout(layout, group.ranks)
-        seconds, workers = settings.timeout(timeout), settings.threads(threads)
+        seconds, workers = settings.timeout(job.timeout), settings.threads(job.threads)
     return _run(group.call("export", url, seconds), options, config, state, layout, workers)
 
 

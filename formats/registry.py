@@ -226,11 +226,11 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     if below is not None:
         hint = f"name one of them, such as {below}; `ckpt ls` lists them"
         raise FormatError("this directory holds checkpoints, but is not one itself", where=url, hint=hint)
+    if GENERATION_PATH in names and (unfinished := unfinished_run(url)) is not None:
+        raise unfinished
     if runs := runs_below(url, names):
         hint = f"name a checkpoint in one of them; `ckpt ls {runs[-1]}` lists those of the last"
         raise FormatError(f"this directory holds runs, but is not a checkpoint itself: {some_runs(runs)}", where=url, hint=hint)
-    if GENERATION_PATH in names and (unfinished := unfinished_run(url)) is not None:
-        raise unfinished
     raise FormatError(
         "; ".join([f"this is not a checkpoint of a known format ({', '.join(known)})", *unusable, f"found {_some(names)}"]),
         where=url,

@@ -15,36 +15,30 @@ import os
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron import core
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.base import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-    StrategyAction,
-    register_default_strategy,
-)
 
 from ckpt import api, settings
 from ckpt.errors import NamesError, UsageError
+from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job, current_group
 from ckpt.state.sharded import plain, stored_name
 
 __all__ = ["CkptLoad", "CkptSave", "plain"]
 
-TRIED = ("0.16.1",)
 _BACKEND, _VERSION = "ckpt", 1
 
 
-class CkptSave(AsyncSaveShardedStrategy):
+class CkptSave(base.AsyncSaveShardedStrategy):
     """``checkpointing_context={"save_strategy": CkptSave()}`` is how Megatron-LM and Bridge take it.
 
     Args:
@@ -61,8 +55,13 @@ class CkptSave(AsyncSaveShardedStrategy):
         api.save(checkpoint_dir, _listed(nested_values(sharded_state_dict)), **self.options)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
-        """The state may change when this returns. Threads of this process save; what Megatron schedules, in another one, waits for them."""
-        handle = api.save_async(checkpoint_dir, _listed(nested_values(sharded_state_dict)), capture="eager", **self.options)
+        """The state may change when this returns. Threads of this process save; what Megatron schedules, in another one, waits for them.
+        Errors are raised where Megatron finalizes, as it waits for all ranks before that."""
+        try:
+            handle = api.save_async(checkpoint_dir, _listed(nested_values(sharded_state_dict)), capture="eager", **self.options)
+        except Exception as err:  # noqa: BLE001
+            (failed := Future[None]()).set_exception(err)
+            return AsyncRequest(None, (), [failed.result])
         saving, name = tempfile.mkstemp(prefix="ckpt-saving-")
         os.close(saving)
 
@@ -81,7 +80,7 @@ def _wait_while_saving(name: str, pid: int) -> None:
             time.sleep(0.02)
 
 
-class CkptLoad(LoadShardedStrategy):
+class CkptLoad(base.LoadShardedStrategy):
     """Loads what :class:`CkptSave` has saved, on any number of ranks. ``dist_checkpointing.load`` chooses it by itself.
 
     Args:
@@ -120,9 +119,8 @@ class CkptLoad(LoadShardedStrategy):
             lambda: {"lacking": sorted(names - api.open(url).state().keys())},
             lambda rows: sorted({name for row in rows.values() for name in row["lacking"]}),
         ):
-            text = f"it lacks {len(missing)} names of the state: {', '.join(missing[:5])}{', …' if len(missing) > 5 else ''}"
             hint = "objects keep the parallel sizes of their save: --no-load-rng leaves out generators, --no-load-optim optimizers"
-            raise NamesError(text, where=url, hint=hint)
+            raise NamesError(f"it lacks names of the state ({len(missing)}): {', '.join(missing[:5])}", where=url, hint=hint)
         with group.fails_together("load", url):
             for each in (value for value in values if isinstance(value, ShardedTensor) and value.data is None):
                 each.init_data("cpu")
@@ -135,23 +133,18 @@ class CkptLoad(LoadShardedStrategy):
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
         """Every tensor and object, without data."""
-        metadata: dict[str, Any] = {}
-        for key, value in api.open(checkpoint_dir).state().items():
-            if "/shard_" in key:
-                metadata[key] = ShardedObject.empty_from_unique_key(key)
-            else:
-                metadata[key] = ShardedTensor.from_rank_offsets(
-                    key, torch.empty(value.shape, dtype=value.dtype, device="meta")
-                ).without_data()
-        return metadata
+        return {
+            key: ShardedObject.empty_from_unique_key(key)
+            if "/shard_" in key
+            else ShardedTensor.from_rank_offsets(key, torch.empty(value.shape, dtype=value.dtype, device="meta")).without_data()
+            for key, value in api.open(checkpoint_dir).state().items()
+        }
 
 
-def _listed(values: Iterable[Any]) -> dict[str, Any]:
-    # Where they lie says nothing: each says itself what it is.
+def _listed(values: Iterable[Any]) -> dict[str, Any]:  # where they lie says nothing: each says itself what it is
     return {str(number): value for number, value in enumerate(values)}
 
 
-if core.__version__ not in TRIED:
-    warnings.warn(f"ckpt was tried with Megatron-Core {', '.join(TRIED)}; this is {core.__version__}", stacklevel=2)
-register_default_strategy(StrategyAction.SAVE_SHARDED, _BACKEND, _VERSION, CkptSave())
-register_default_strategy(StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, CkptLoad())
+warn_if_untried("megatron-core", "0.16.1")
+base.register_default_strategy(base.StrategyAction.SAVE_SHARDED, _BACKEND, _VERSION, CkptSave())
+base.register_default_strategy(base.StrategyAction.LOAD_SHARDED, _BACKEND, _VERSION, CkptLoad())

@@ -126,6 +126,8 @@ class CheckpointManager:
         self.states = {name: _as_stateful(value) for name, value in parts.items() if value is not None}
         keep = Latest(config.keep_latest_k) if config.keep_latest_k else All()
         self.checkpointer = Checkpointer(self.folder, save=EverySteps(config.interval), keep=keep, codec=getattr(config, "codec", None))
+        if self._save_in_hf:
+            self._in_hf(self._hf)  # what the adapter lacks shows now, too
 
     @property
     def _hf(self) -> str:
@@ -180,17 +182,22 @@ class CheckpointManager:
         return True
 
     def _load_from_hf(self, url: str) -> None:
-        with job_of(self.checkpointer)[0].fails_together("load", url):
-            tensors = self.sd_adapter.to_hf(self._tensors())
-            there = self.sd_adapter.from_hf(dict(tensors))  # first: some of the tensors are the model's own
-            buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
-            if missing := sorted(self._tensors().keys() - there.keys() - buffers):
-                names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
-                raise NamesError(
-                    f"sd_adapter gives nothing for {units.plural(len(missing), 'tensor')}: {names}", where=url, hint="mend its from_hf"
-                )
+        tensors = self._in_hf(url)
         load_checkpoint(url, tensors, only=list(tensors), cast=True)
         self._put(self.sd_adapter.from_hf(tensors))
+
+    def _in_hf(self, url: str) -> dict[str, Any]:
+        """The model's tensors as the adapter translates them; NamesError unless they are all of the model's."""
+        with job_of(self.checkpointer)[0].fails_together("translation", url):
+            own = self._tensors()
+            tensors: dict[str, Any] = self.sd_adapter.to_hf(own)
+            there = self.sd_adapter.from_hf(dict(tensors))  # some of the tensors are the model's own
+            buffers = {name for part in self.model_parts for name, _ in part.named_buffers()}
+            if missing := sorted(own.keys() - there.keys() - buffers):
+                names = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+                text = f"sd_adapter gives nothing for {units.plural(len(missing), 'tensor')}: {names}"
+                raise NamesError(text, where=url, hint="mend its to_hf and from_hf")
+        return tensors
 
     def _put(self, loaded: Mapping[str, Any]) -> None:
         for part in self.model_parts:  # also where the parts' own tensors were filled: others may be copies

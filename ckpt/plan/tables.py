@@ -194,6 +194,22 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
     return Joined(tensors=tensors, assignments=assignments, aliases=aliases)
 
 
+def whole_where_present(tables: Sequence[tuple[Sequence[int], Table]]) -> list[tuple[Sequence[int], Table]]:
+    """The tables, where a tensor that is whole on the ranks of its mesh lies on those alone that have it, such as an expert's weight or a
+    stage's under the name that it has in a file."""
+    present: dict[str, list[int]] = {}
+    for ranks, table in tables:
+        for t in table.tensors:
+            present.setdefault(t.name, []).extend(ranks)
+    layouts = {ranks: TensorLayout.replicated(ranks) for ranks in {tuple(sorted(ranks)) for ranks in present.values()}}
+
+    def placed(t: TensorSpec) -> TensorSpec:
+        ranks = tuple(sorted(present[t.name]))
+        return replace(t, layout=layouts[ranks]) if not t.layout.splits and {*ranks} < t.layout.ranks() else t
+
+    return [(ranks, replace(table, tensors=tuple(map(placed, table.tensors)))) for ranks, table in tables]
+
+
 def _join_stated(
     stated: Mapping[str, Sequence[_Claim]],
     claims: dict[str, _Claim],

@@ -194,6 +194,7 @@ def _mesh(wrapper: Any, handle: Any) -> Mesh:
 
 TRIED = "0.19"
 _STAGES = {"DeepSpeedZeroOptimizer": 2, "DeepSpeedZeroOptimizer_Stage3": 3, "BF16_Optimizer": 1}
+_SWAPPED = "states are swapped to NVMe"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 _SCALES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -249,12 +250,13 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
     problems = {
         "tensor parallelism: nothing says how its parameters are cut": cut > 1,
         "AutoEP: nothing says which experts of a stack are whose": any(is_of_deepspeed(m, "AutoEPMoELayer") for m in module.modules()),
-        "states are swapped to NVMe": getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False),
+        _SWAPPED: getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False),
         f"its optimizer is a {name}": is_of_deepspeed(optimizer, "DeepSpeedOptimizer") and name not in _STAGES,
     }
     problem = next((what for what, is_so in problems.items() if is_so), None)
     if problem is not None:
-        hint = "save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and ckpt convert read what it writes"
+        read = "the weights that engine.save_16bit_model(folder) writes" if problem == _SWAPPED else "what it writes"
+        hint = f"save with engine.save_checkpoint(folder); ckpt.open, ckpt.load and ckpt convert read {read}"
         raise StateError(f"this engine of DeepSpeed cannot be part of a state: {problem}", where=path, hint=hint)
     if module not in _engines:
         warn_if_untried("deepspeed", TRIED)

@@ -109,7 +109,8 @@ def read_directory(names: Iterable[str], where: str) -> Directory:
     for name in names:
         for pattern, what in _NOT_READ.items():
             if pattern.fullmatch(name):
-                raise FormatError(f"{what} are not read ({name})", where=where, hint="load it with DeepSpeed and save it with ckpt")
+                hint = "load it with DeepSpeed, and save it with ckpt or the weights with engine.save_16bit_model(folder)"
+                raise FormatError(f"{what} are not read ({name})", where=where, hint=hint)
         if match := _MODEL.fullmatch(name):
             key = (int(match[2]), int(match[1] or 0))
             if key in models:

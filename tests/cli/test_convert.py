@@ -147,7 +147,7 @@ def test_exit_codes(tmp_path: Path, step: str) -> None:
     ):
         assert run("convert", *arguments, step, made).exit_code == code, arguments
     assert run("convert", "--to", "hf", str(tmp_path / "absent"), made).exit_code == 10
-    assert run("convert", "--to", "native", step, step).exit_code == 30
+    assert run("convert", "--to", "native", step, step).exit_code == 33
     assert not Path(made).exists()
 
 

@@ -64,7 +64,7 @@ def test_nothing_is_put_beside_what_is_no_checkpoint_of_ours(tmp_path: Path, ste
         file.write_bytes(b"{}")
         before = sorted(target.rglob("*"))
         refused = run(*arguments, str(step), str(target))
-        assert refused.exit_code == 30, refused.output
+        assert refused.exit_code == 33, refused.output
         assert f"something is there already: {name.partition('/')[0]}" in refused.stderr
         assert "remove what is there" not in refused.stderr  # other runs, perhaps
         assert sorted(target.rglob("*")) == before
@@ -79,7 +79,7 @@ def test_nothing_is_put_into_another_checkpoint(tmp_path: Path, step: Path) -> N
     assert run("cp", str(step), str(target)).exit_code == 0
     before = sorted(target.rglob("*"))
     refused = run("cp", str(step), f"{target}/")
-    assert (refused.exit_code, sorted(target.rglob("*"))) == (30, before)
+    assert (refused.exit_code, sorted(target.rglob("*"))) == (33, before)
     assert "DST is a checkpoint itself" in refused.stderr
 
 
@@ -87,7 +87,7 @@ def test_exit_codes(tmp_path: Path, step: Path) -> None:
     assert run("cp", str(tmp_path / "no"), str(tmp_path / "copy")).exit_code == 10
     assert run("cp", str(step), str(step)).exit_code == 2
     write_checkpoint(str(tmp_path / "other"), {"x": np.ones(2)})
-    assert run("cp", str(step), str(tmp_path / "other")).exit_code == 30
+    assert run("cp", str(step), str(tmp_path / "other")).exit_code == 33
     flip(data_files(step)[0], data_files(step)[0].stat().st_size - 1)
     assert run("cp", str(step), str(tmp_path / "copy")).exit_code == 20
     assert run("cp", str(tmp_path / "run"), str(tmp_path / "copy")).exit_code == 12

@@ -169,7 +169,7 @@ def test_two_that_tag_at_once_lose_no_tag(root: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(step_listing, "list_steps", list_and_lose_the_race)
     lost = run("tag", url, "mine")
-    assert lost.exit_code == 30 and "tagged meanwhile" in lost.stderr
+    assert lost.exit_code == 33 and "tagged meanwhile" in lost.stderr
     monkeypatch.undo()
     assert json.loads(run("tag", "--json", url, "mine").stdout)["tags"] == ["mine", "theirs"]
 

@@ -101,6 +101,16 @@ def test_everything_that_can_differ(tmp_path: Path) -> None:
     assert [(v.path, v.left, v.right) for v in report.value_differences] == [("step", "3", "4"), ("text", None, '"x"')]
 
 
+def test_a_cast_is_within_its_tolerance(tmp_path: Path) -> None:
+    model = {"w": torch.randn(64, 64)}
+    paths = saved(tmp_path / "one", {"model": model}), saved(tmp_path / "two", {"w": model["w"].bfloat16()})
+    command = ["diff", "--root", "model", "--tolerance", "0,0.004", *paths]
+    exact, allowed = (CliRunner().invoke(cli, [*command, *more]) for more in ((), ("--no-dtypes",)))
+    assert exact.exit_code == 3 and "dtype float32 ≠ bfloat16" in exact.output and "--no-dtypes --tolerance" in exact.output
+    assert allowed.exit_code == 0, allowed.output
+    assert CliRunner().invoke(cli, ["diff", "--root", "model", "--no-dtypes", *paths]).exit_code == 3  # what is rounded differs
+
+
 def test_tolerances_by_glob(tmp_path: Path) -> None:
     left, right = some(), some()
     for tensor in right["model"].values():

@@ -162,4 +162,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert run("--dry-run").stdout.startswith("would write 5 tensors") and not (tmp_path / "out").exists()
     document = json.loads(run("--json").stdout)
     assert (document["updated"], document["replaced"], document["written"]["finished"], document["dry_run"]) == (1, 0, True, False)
-    assert run().exit_code == 30
+    assert run().exit_code == 33

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import ckpt
 from ckpt.integrations import titan
@@ -266,6 +270,75 @@ def test_the_last_step_and_the_first_are_hugging_face_models(ranks: Ranks, tmp_p
         config = titan.Config(last_save_in_hf=True)
         with pytest.raises(ckpt.errors.UsageError, match=why):  # at the start, not at the last step
             titan.CheckpointManager(config, model_parts=[], sd_adapter=adapter, base_folder=base, **parts)
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.experts, self.gate = torch.nn.Parameter(torch.randn(4, 3, 2)), torch.nn.Parameter(torch.randn(4, 2))
+
+
+class ExpertAdapter:
+    """As torchtitan's: the experts that a rank has are tensors of its own, and other ranks have others."""
+
+    hf_assets_path = None
+    lacks = "nothing"
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        state = {name: value for name, value in state.items() if name != self.lacks}
+        self.experts = state.pop("experts", None)
+        local = self.experts.to_local() if self.experts is not None else []
+        return state | {f"experts.{dist.get_rank() * len(local) + i}": weight for i, weight in enumerate(local)}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        if mine := [state.pop(name) for name in sorted(state) if name.startswith("experts.")]:
+            state["experts"] = DTensor.from_local(torch.stack(mine), self.experts.device_mesh, self.experts.placements)
+        return state
+
+
+def different_tensors_on_each_rank(folder: str) -> list[str]:
+    def manager(part: torch.nn.Module, name: str, **options: Any) -> titan.CheckpointManager:
+        return titan.CheckpointManager(
+            titan.Config(folder=name, **options),
+            dataloader=None,
+            model_parts=[part],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=ExpertAdapter(),
+            base_folder=folder,
+        )
+
+    def sharded(seed: int) -> torch.nn.Module:
+        fully_shard(model := Experts(seed), mesh=mesh_of(dp=2))
+        return model
+
+    def stage(seed: int) -> torch.nn.Module:
+        return torch.nn.Sequential(OrderedDict([(f"stage{dist.get_rank()}", Experts(seed + dist.get_rank()).requires_grad_(False))]))
+
+    for name, make in (("experts", sharded), ("stages", stage)):
+        first = manager(make(1), name, last_save_in_hf=True)
+        assert first.save(3, last_step=True)
+        second = manager(part := make(5), f"{name}-again", initial_load_in_hf=True, initial_load_path=f"{folder}/{name}/hf")
+        assert second.load()
+        same(flat({"m": part.state_dict()}), flat({"m": first.model_parts[0].state_dict()}))
+        first.close()
+        second.close()
+    ExpertAdapter.lacks = "gate"
+    error = error_of(lambda: manager(sharded(1), "lacks", last_save_in_hf=True))
+    ExpertAdapter.lacks = "nothing"
+    return [error, *(p.name for p in Path(folder, "lacks").glob("*"))]
+
+
+def test_experts_and_stages_are_written_from_the_ranks_that_have_them(ranks: Ranks, tmp_path: Path) -> None:
+    for error, *files in ranks.run(2, different_tensors_on_each_rank, str(tmp_path)):
+        assert error.startswith("NamesError: sd_adapter gives nothing for 1 tensor: gate") and files == []
+    one, two = Experts(1).state_dict(), Experts(2).state_dict()
+    expected = {"gate": one["gate"], **{f"experts.{i}": weight for i, weight in enumerate(one["experts"])}}
+    same(load_file(tmp_path / "experts/hf/model.safetensors"), expected)
+    stages = {f"stage{n}.{name}": value for n, state in enumerate((one, two)) for name, value in state.items()}
+    same(load_file(tmp_path / "stages/hf/model.safetensors"), stages)
 
 
 def test_a_configuration_that_knows_nothing_of_hugging_face(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import distributed as dist
 import ckpt
 from ckpt.integrations.deepspeed import use
 
+from .failing import failing, raising
 from .lives import Job, digest
 
 deepspeed.comm.torch.build_shm_op = lambda: None  # it compiles one for minutes, to be faster on one machine
@@ -209,6 +210,9 @@ CASES: dict[str, Any] = {
     "stage-1-in-background": engine(1, kind=InBackground),
     "stage-3-in-background": engine(3, kind=InBackground),
     "use-stage-2": engine(2, kind=Used),
+    "one-rank-fails-stage-1": failing(engine(1), lambda job: raising(job.engine.lr_scheduler, "state_dict"), late=True),
+    "one-rank-fails-stage-3": failing(engine(3), lambda job: raising(job.engine.lr_scheduler, "state_dict")),
+    "use-one-rank-fails": failing(engine(2, kind=Used), lambda job: raising(job.engine.lr_scheduler, "state_dict")),
     "weights-into-stage-1": engine(1, kind=Weights),
     "weights-into-stage-3": engine(3, kind=Weights),
     "module-alone": part("module"),

@@ -10,12 +10,14 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies import torch as mcore
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from torch.distributed import checkpoint as dcp
@@ -26,6 +28,7 @@ from ckpt.errors import CkptError
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 from ckpt.integrations.megatron import CkptLoad, CkptSave, plain
 
+from .failing import failing
 from .lives import SAVED, Job, digest, world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "real"))
@@ -194,6 +197,23 @@ class ModelByBackend(Model):
         self.take(state)
 
 
+class ModelByQueue(ModelByBackend):
+    """As Megatron-LM and Bridge save in the background: the strategy of their ``checkpointing_context``, and Megatron's queue."""
+
+    def save(self, url: str) -> None:
+        made(url)
+        queue, context = AsyncCallsQueue(), {"save_strategy": CkptSave()}
+        here = mock.patch.multiple(torch.cuda, synchronize=lambda: None, current_device=lambda: "cpu")  # which it asks for a GPU
+        with here, contextlib.closing(queue):
+            queue.schedule_async_request(dist_checkpointing.save(self.sharded(), url, context["save_strategy"], async_sharded_save=True))
+            queue.maybe_finalize_async_calls(blocking=True)
+
+
+def unfit(job: Any) -> Any:
+    """Have an object of the state be nothing that a checkpoint holds."""
+    return mock.patch.dict(job.random, {"state": object()})
+
+
 def made(folder: str) -> None:
     if dist.get_rank() == 0:
         os.makedirs(folder)
@@ -219,4 +239,8 @@ CASES = {
     "sharded": ByCkpt,
     "model": Model,
     "model-by-backend": ModelByBackend,
+    "model-by-queue": ModelByQueue,
+    "model-one-rank-fails": failing(Model, unfit, late=True),
+    "model-by-backend-one-rank-fails": failing(ModelByBackend, unfit),
+    "model-by-queue-one-rank-fails": failing(ModelByQueue, unfit),
 }

@@ -17,6 +17,7 @@ from verl.workers.engine.fsdp import transformer_impl
 
 from ckpt.integrations.verl_checkpoints import use
 
+from .failing import failing, raising
 from .lives import SAVED, Job
 
 SIZES: dict[str, Any] = {"vocab_size": 34, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
@@ -77,4 +78,9 @@ def job(**options: Any) -> Callable[[int], Job]:
     return lambda seed: Saved(seed, **options)
 
 
-CASES = {"fsdp2": job(), "fsdp2-in-the-background": job(async_save=True, elsewhere=True), "fsdp2-files-of-verl": job(own=True)}
+CASES = {
+    "fsdp2": job(),
+    "fsdp2-in-the-background": job(async_save=True, elsewhere=True),
+    "fsdp2-files-of-verl": job(own=True),
+    "fsdp2-one-rank-fails": failing(job(), lambda job: raising(job.state["schedule"], "state_dict")),
+}
