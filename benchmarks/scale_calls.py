@@ -131,7 +131,7 @@ class Calls:
 
     def reshard(self) -> Played:
         into = [self._state(rank) for rank in range(2)]
-        options: dict[str, Any] = {"layout": self.layout, "new_layout": self.layout, "threads": 1}
+        options: dict[str, Any] = {"layout": self.layout, "new_layout": self.layout, "job": ckpt.Job(threads=1)}
         played = self.job.play(lambda rank: reshard(self.states[rank], into[rank], **options), self._vary)
         self._check(into)
         return played
@@ -144,7 +144,9 @@ class Calls:
     @contextmanager
     def source(self) -> Iterator[None]:
         def make(rank: int) -> None:
-            self.sources[rank] = Source("tcp://127.0.0.1:0/state", self.states[rank], layout=self.layout, secret="x" * 32, timeout=TIMEOUT)
+            self.sources[rank] = Source(
+                "tcp://127.0.0.1:0/state", self.states[rank], layout=self.layout, secret="x" * 32, job=ckpt.Job(timeout=TIMEOUT)
+            )
 
         self.sources: dict[int, Source] = {}
         self.sinks: list[Sink] = []
@@ -161,7 +163,7 @@ class Calls:
         sinks: dict[int, Sink] = {}
 
         def make(rank: int) -> None:
-            sinks[rank] = Sink(self.sources[0].address, into[rank], layout=self.layout, secret="x" * 32, timeout=TIMEOUT)
+            sinks[rank] = Sink(self.sources[0].address, into[rank], layout=self.layout, secret="x" * 32, job=ckpt.Job(timeout=TIMEOUT))
 
         self.job.play(make)
         self.sinks += sinks.values()

@@ -21,7 +21,7 @@ from ckpt.formats.deltas import Base, open_base
 from ckpt.io_backends.registry import open_backend, scheme_of
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
@@ -43,7 +43,6 @@ from .transaction import Destination, ExportTransaction, RankFiles
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
     from torch.nn import Module
 
 
@@ -274,9 +273,7 @@ def export(
     anchor_every: int = ANCHOR_EVERY,
     dequantize: bool = False,
     memory: int = settings.EXPORT_MEMORY,
-    timeout: float | None = None,
-    threads: int | None = None,
-    process_group: ProcessGroup | None = None,
+    job: Job | None = None,
 ) -> ExportReport:
     """Write the model of a running job as safetensors files, as ``ckpt convert --to hf`` would write them of a save of ``state``.
 
@@ -304,7 +301,7 @@ def export(
         dequantize: write what quantised tensors stand for, in the dtype that they show. Each rank makes all of its own at once. Without
             it they are an error.
         memory: bytes of tensors that a rank has in windows at once.
-        timeout, threads, process_group: as for ``ckpt.save``.
+        job: as for ``ckpt.save``.
 
     Raises:
         ConflictError: something is at ``url``.
@@ -330,13 +327,14 @@ def export(
         anchor_every=anchor_every,
         dequantize=dequantize,
     )
-    group = current_group(process_group)
+    job = Job.of(job)
+    group = current_group(job.process_group)
     with group.fails_together("export", url):
         wait_for_pending_save(group)
         check_flags(overwrite=overwrite, dequantize=dequantize)
         if layout is not None:
             check_layout(layout, group.ranks)
-        seconds, workers = settings.timeout(timeout), settings.threads(threads)
+        seconds, workers = settings.timeout(job.timeout), settings.threads(job.threads)
     return _run(group.call("export", url, seconds), options, config, state, layout, workers)
 
 

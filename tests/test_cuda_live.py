@@ -51,7 +51,10 @@ def same(state: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> boo
 def test_versions_are_taken_from_and_onto_a_gpu(source: str, target: str, switch: Any, *, delta: bool) -> None:
     """What is queued before ``publish`` is in the version, what follows is not; what is queued before a take comes before it."""
     state, into = numbered(0, source), {name: torch.zeros_like(t, device=target) for name, t in numbered(0, source).items()}
-    with Source("tcp://127.0.0.1:0/a", state, delta=delta, timeout=TIMEOUT) as trainer, Sink(trainer.address, into, switch=switch) as sink:
+    with (
+        Source("tcp://127.0.0.1:0/a", state, delta=delta, job=ckpt.Job(timeout=TIMEOUT)) as trainer,
+        Sink(trainer.address, into, switch=switch) as sink,
+    ):
         version = None
         values = numbered(1, source)
         for step in (1, 2, 3):

@@ -72,6 +72,16 @@ for guide in map(Path, sys.argv[1:]):
     assert {line.split()[1] for line in ran.stdout.splitlines() if line.startswith("ran ")} == APART
 
 
+def test_guides_share_no_run() -> None:
+    """Two can be followed in one directory."""
+    guides: dict[str, set[str]] = {}
+    for guide in GUIDES:
+        code = "".join(re.findall(r"^```python\n(.*?)^```", guide.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE))
+        for run in re.findall(r"(?<![/\w])runs/[\w-]+", code):
+            guides.setdefault(run, set()).add(guide.stem)
+    assert {run: sorted(names) for run, names in guides.items() if len(names) > 1} == {}
+
+
 def test_a_guide_is_short_and_has_what_can_go_wrong() -> None:
     later = {"resume-on-fewer-gpus", "save-in-my-loop", "serve-from-a-training-checkpoint", "when-a-rank-dies"}  # they link to failures.md
     guides = GUIDES[1:]

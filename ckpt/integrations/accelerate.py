@@ -11,7 +11,6 @@ accelerate has no hook for optimizers, so methods are replaced on this accelerat
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from ckpt.errors import ConflictError, NotFoundError, UsageError
@@ -23,7 +22,7 @@ from ckpt.runs.checkpointer import job_of
 from ckpt.text import url_text
 from ckpt.training import Generators, LoaderState
 
-from .reading import NamedRun, refuse, replace_methods
+from .reading import NamedRun, refuse, refuse_arguments, replace_methods
 
 with needed("accelerate", "accelerate"):
     from accelerate import Accelerator
@@ -52,7 +51,7 @@ class AcceleratorCheckpoints:
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any) -> str:  # noqa: FBT001  accelerate's
         """In place of ``Accelerator.save_state``. ``safe_serialization`` makes no difference: nothing is ever pickled."""
-        _refuse(options)
+        refuse_arguments(options)
         naming, run = self.accelerator.project_configuration, self.checkpointer
         numbered = output_dir is None or naming.automatic_checkpoint_naming
         url = run.url(naming.iteration) if numbered else url_text(output_dir or "")
@@ -61,9 +60,7 @@ class AcceleratorCheckpoints:
         def state() -> dict[str, Any]:
             """Called in the save: what fails on one rank ends it on all."""
             if numbered and committed_id(open_backend(url)) is not None:
-                hint = (
-                    "accelerator.load_state() goes on from the newest; ProjectConfiguration(iteration=...) sets the number of the next save"
-                )
+                hint = "accelerator.load_state() resumes from the newest; ProjectConfiguration(iteration=...) sets the next number"
                 raise ConflictError("there is a checkpoint of this number", where=url, hint=hint)
             for hook in self.accelerator._save_model_state_pre_hook.values():  # without weights, as accelerate calls it with FSDP
                 if is_file_system(url):
@@ -72,10 +69,7 @@ class AcceleratorCheckpoints:
             return self.state()
 
         try:
-            if numbered:
-                run.save(naming.iteration, state)
-            else:
-                run.save_at(url, state)
+            run.save(naming.iteration, state) if numbered else run.save_at(url, state)
         except ConflictError:
             naming.iteration -= 1
             raise
@@ -87,22 +81,23 @@ class AcceleratorCheckpoints:
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, **options: Any) -> None:
         """In place of ``Accelerator.load_state``. A folder that accelerate has written itself goes to its own method."""
-        self.checkpointer.wait()
-        if input_dir is not None and committed_id(open_backend(url_text(input_dir))) is None and os.path.isdir(input_dir):
-            self._own["load_state"](os.fspath(input_dir), load_kwargs, **options)
+        run = self.checkpointer
+        url = run.root if input_dir is None else url_text(input_dir)
+        if input_dir is not None and not run.is_checkpoint(url) and os.path.isdir(url):
+            self._own["load_state"](url, load_kwargs, **options)
             return
         if options.pop("map_location", None) not in (None, "cpu", "on_device"):
             raise UsageError("map_location is 'cpu' or 'on_device'; tensors are filled where they are")
-        _refuse({**options, **(load_kwargs or {})})
-        url = self.checkpointer.root if input_dir is None else url_text(input_dir)
-        with job_of(self.checkpointer)[0].fails_together("load", url):
+        refuse_arguments({**options, **(load_kwargs or {})})
+        run.wait()
+        with job_of(run)[0].fails_together("load", url):
             state = self.state()
             for hook in self.accelerator._load_model_state_pre_hook.values():
                 hook([], url)
         if input_dir is not None:
-            self.checkpointer.load_from(url, state)
+            run.load_from(url, state)
         else:
-            number = self.checkpointer.restore(state)
+            number = run.restore(state)
             if number is None:
                 raise NotFoundError("there is no checkpoint", where=url, hint="save one with accelerator.save_state()")
             self.accelerator.project_configuration.iteration = number + 1
@@ -112,14 +107,6 @@ class AcceleratorCheckpoints:
         """In place of ``Accelerator.end_training``: the last save is waited for first."""
         self.checkpointer.close()
         self._own["end_training"]()
-
-    def wait(self) -> None:
-        """Wait for the last save.
-
-        Raises:
-            CkptError: it failed.
-        """
-        self.checkpointer.wait()
 
 
 def use(
@@ -158,9 +145,3 @@ def use(
     keep = keep or (All() if naming.total_limit is None else Latest(naming.total_limit))
     run = NamedRun(url_text(root), "checkpoint_{}", keep=keep, **options)
     return AcceleratorCheckpoints(accelerator, run, background=background)
-
-
-def _refuse(options: Mapping[str, Any]) -> None:
-    if options:
-        hint = "options of a save are those of ckpt.integrations.accelerate.use"
-        raise UsageError(f"the argument {next(iter(options))!r} is not one of this save_state and load_state", hint=hint)

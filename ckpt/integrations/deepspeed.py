@@ -17,11 +17,9 @@ from typing import Any
 
 from ckpt.engine.save.background import SaveHandle
 from ckpt.errors import UsageError
-from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.io_backends.registry import join_url
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy
-from ckpt.runs.checkpointer import job_of
 from ckpt.state.walk import ReceivedState
 from ckpt.text import url_text
 
@@ -75,11 +73,9 @@ class EngineCheckpoints:
         """In place of ``DeepSpeedEngine.load_checkpoint``; what DeepSpeed has written itself goes to its own method. Gives the URL and the
         client's state; twice None if there is no checkpoint."""
         run = self.checkpointer
-        run.wait()  # a save that goes on may be the one to load
         root = run.root if load_dir is None else url_text(load_dir)
         url = join_url(root, tag) if tag is not None else root
-        with job_of(run)[0].fails_together("load", url):
-            ours = committed_id(open_backend(url)) is not None
+        ours = run.is_checkpoint(url)
         if not ours and (tag is not None or os.path.exists(os.path.join(root, "latest"))):
             flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
             loaded: tuple[str | None, dict[str, Any] | None] = self._own["load_checkpoint"](root, tag, *flags)

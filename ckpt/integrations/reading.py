@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -19,7 +19,8 @@ from ckpt.engine.save.background import SaveHandle
 from ckpt.engine.save.options import SaveArguments
 from ckpt.engine.view import StoredPerRank, StoredTensor
 from ckpt.errors import UsageError
-from ckpt.io_backends.registry import join_url
+from ckpt.formats.native.writer import committed_id
+from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.endpoints import own_addresses
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.tensor_layout import TensorLayout
@@ -129,6 +130,12 @@ def refuse(integration: str, problems: Mapping[str, object]) -> None:
             raise UsageError(f"ckpt.integrations.{integration} does not go with {what}")
 
 
+def refuse_arguments(given: Iterable[str]) -> None:
+    """Raise UsageError for the first argument of a library's method that a save or load of ckpt does not have."""
+    for name in given:
+        raise UsageError(f"the argument {name!r} is not one of this method", hint="give options of ckpt to use()")
+
+
 class BackgroundSave:
     """What saves in the background, and waits for it."""
 
@@ -168,6 +175,13 @@ class NamedRun(Checkpointer):
         with job_of(self)[0].fails_together("save", url):
             made = state()
         self._elsewhere = save_async(url, made, **self._saving)
+
+    def is_checkpoint(self, url: str) -> bool:
+        """Whether a checkpoint of ckpt is there, as the leading rank sees it, once the save that goes on is; collective."""
+        self.wait()
+        group, timeout = job_of(self)
+        call = group.call("load", url, timeout)
+        return bool(call.map_reduce("format", dict, lambda rows: committed_id(open_backend(url)) is not None))
 
     def load_from(self, url: str, state: Mapping[str, Any], **options: Any) -> None:
         """Load what is at ``url``, with the options of the run."""

@@ -23,6 +23,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from ckpt.errors import UsageError
 from ckpt.integrations.engines.loading import OPTIONS
 from ckpt.needs import warn_if_untried
+from ckpt.net.group import Job
 from ckpt.text import parse_object
 
 from .engines import EngineCheckpoint, EngineSink
@@ -68,8 +69,8 @@ def take_weights(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) 
         if sink is not None:
             del _sinks[model]  # also if the request is wrong
             sink.close()
-        further = {name: value for name, value in given.items() if name != "address"}
-        sink = EngineSink(given["address"], model.load_weights, model, **further)
+        further = {name: value for name, value in given.items() if name not in ("address", "timeout")}
+        sink = EngineSink(given["address"], model.load_weights, model, **further, job=Job(timeout=given.get("timeout")))
         _sinks[model] = given, sink
     take_step(sink, step, given.get("timeout"), progress=progress)
     post_load_weights(model)

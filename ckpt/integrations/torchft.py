@@ -14,6 +14,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from ckpt.errors import ConflictError
 from ckpt.live import Sink, Source
+from ckpt.net.group import Job
 from ckpt.state.dtensor import is_dtensor
 from ckpt.state.walk import ReceivedState
 
@@ -35,11 +36,11 @@ class CkptTransport(CheckpointTransport[T], Generic[T]):
     """
 
     def __init__(self, timeout: timedelta, *, host: str | None = None, secret: str | bytes | None = None) -> None:
-        self._timeout, self._secret = timeout.total_seconds(), secret
-        self._alone = group_of_one()
+        self._secret = secret
+        self._job = Job(process_group=group_of_one(), timeout=timeout.total_seconds())
         self._state: dict[str, Any] = {"state": {}}
         address = own_address("torchft") if host is None else f"tcp://{host}:0/torchft"
-        self._source = Source(address, self._state, process_group=self._alone, keep=1, secret=secret, timeout=self._timeout)
+        self._source = Source(address, self._state, keep=1, secret=secret, job=self._job)
 
     def metadata(self) -> str:
         """The address that ``recv_checkpoint`` of other replicas is given."""
@@ -62,7 +63,7 @@ class CkptTransport(CheckpointTransport[T], Generic[T]):
             ConflictError: it serves a later one.
         """
         received = ReceivedState()
-        with Sink(metadata, {"state": received}, process_group=self._alone, secret=self._secret, timeout=self._timeout) as sink:
+        with Sink(metadata, {"state": received}, secret=self._secret, job=self._job) as sink:
             taken = take_step(sink, step, timeout.total_seconds())
         if taken.step != step:
             raise ConflictError(f"step {step} was asked for, and the source serves step {taken.step}", where=metadata)

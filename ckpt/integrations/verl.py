@@ -15,6 +15,7 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from ckpt.errors import UsageError
 from ckpt.live import Sink, Source, Version
+from ckpt.net.group import Job
 from ckpt.state.walk import ReceivedState
 
 from .reading import group_of_one, own_address, take_step
@@ -41,8 +42,8 @@ class CkptCheckpointEngine(CheckpointEngine):
         *,
         progress: bool = False,
     ) -> None:
-        self._master, self._timeout, self._progress = is_master, timeout, progress
-        self._alone = group_of_one()
+        self._master, self._progress = is_master, progress
+        self._job = Job(process_group=group_of_one(), timeout=timeout)
         self._weights: dict[str, torch.Tensor] = {}
         self._source: Source | None = None
         self._sink: Sink | None = None
@@ -55,7 +56,7 @@ class CkptCheckpointEngine(CheckpointEngine):
         if not self._master:
             return {}
         if self._source is None:
-            self._source = Source(own_address("verl"), {"weights": self._weights}, process_group=self._alone, keep=1, timeout=self._timeout)
+            self._source = Source(own_address("verl"), {"weights": self._weights}, keep=1, job=self._job)
         return {"address": self._source.address}
 
     @classmethod
@@ -76,7 +77,7 @@ class CkptCheckpointEngine(CheckpointEngine):
         if self._sink is not None:
             self._sink.close()
         self._version = None
-        self._sink = Sink(address, {"weights": self._received}, process_group=self._alone, timeout=self._timeout)
+        self._sink = Sink(address, {"weights": self._received}, job=self._job)
 
     async def send_weights(self, weights: Generator[tuple[str, torch.Tensor], None, None], global_steps: int | None = None) -> None:
         """Publish them. All ranks of the trainer iterate, as the tensors are gathered meanwhile; the first one keeps them."""

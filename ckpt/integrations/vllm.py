@@ -19,6 +19,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ckpt.errors import UsageError
 from ckpt.needs import warn_if_untried
+from ckpt.net.group import Job
 
 from .engines import EngineCheckpoint, EngineSink
 from .reading import take_step
@@ -60,8 +61,8 @@ class CkptWeightTransferEngine(WeightTransferEngine[CkptInitInfo, CkptUpdateInfo
     def init_transfer_engine(self, init_info: CkptInitInfo) -> None:
         """Connect. The model's ``load_weights`` is recorded now if there is a checkpoint, else with the first version."""
         self.shutdown()
-        options = {field.name: getattr(init_info, field.name) for field in fields(init_info) if field.name != "address"}
-        self.sink = EngineSink(init_info.address, self.model.load_weights, self.model, **options)
+        options = {field.name: getattr(init_info, field.name) for field in fields(init_info) if field.name not in ("address", "timeout")}
+        self.sink = EngineSink(init_info.address, self.model.load_weights, self.model, **options, job=Job(timeout=init_info.timeout))
 
     def start_weight_update(self) -> None:
         """Nothing to prepare: parameters are filled in place."""

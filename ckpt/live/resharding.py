@@ -33,7 +33,7 @@ from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, a
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.channel import Row
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags
@@ -49,8 +49,6 @@ from .reshard_offers import Meeting, Offered, ReshardRanks, ReshardReport, Traff
 from .server import PieceServer
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from ckpt.plan.layout.layout import Layout
 
 
@@ -138,9 +136,7 @@ def reshard(
     convention: str | None = None,
     numbers: Mapping[str, int] | None = None,
     check_replicas: bool = True,
-    timeout: float | None = None,
-    threads: int | None = None,
-    process_group: ProcessGroup | None = None,
+    job: Job | None = None,
     progress: bool | ProgressCallback | None = None,
 ) -> ReshardReport:
     """Fill ``new_state`` with the values of ``old_state``, from memory to memory, whatever their layouts. Collective: every rank that has
@@ -162,9 +158,7 @@ def reshard(
             are put together. ``rename`` and ``only`` speak of the new names.
         check_replicas: compare the bytes of replicated tensors between the ranks that have them, as :func:`ckpt.save` does: they are then
             taken from any of these.
-        timeout: seconds without a sign of life after which a rank counts as dead.
-        threads: ranks that this one takes bytes from at once.
-        process_group: all ranks that take part; by default the world.
+        job: all ranks that take part, old and new; its ``threads``: ranks that this one takes bytes from at once.
         progress: as for :func:`ckpt.load`.
 
     Raises:
@@ -175,7 +169,8 @@ def reshard(
         RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message says
             whether this rank's new state was changed. The old state is whole.
     """
-    base = current_group(process_group)
+    job = Job.of(job)
+    base = current_group(job.process_group)
     wait_for_pending_save(base)
     check_flags(strict=strict, cast=cast, check_replicas=check_replicas)
     options = LoadOptions(
@@ -184,8 +179,8 @@ def reshard(
         strict=strict,
         cast=cast,
         verify="full",
-        timeout=settings.timeout(timeout),
-        threads=settings.threads(threads) if threads is not None else _THREADS,
+        timeout=settings.timeout(job.timeout),
+        threads=settings.threads(job.threads) if job.threads is not None else _THREADS,
         progress=callback_of(progress=progress, leads=base.rank == base.leader, title="reshard"),
         spans=Spans(on=settings.spans()),
     )
@@ -194,11 +189,11 @@ def reshard(
     asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, check_replicas, translation])
     ranks = reshard_ranks(base)
     call = ranks.group.call("reshard", WHAT, options.timeout)
-    job = LoadJob(call=call, options=options)
+    load = LoadJob(call=call, options=options)
     with gc_paused():
-        with _telling_whether_changed(job):
+        with _telling_whether_changed(load):
             ranks.connect(call)
-        return _Reshard(job, ranks, views, asked).run(old_state, layout, new_state, check_replicas=check_replicas)
+        return _Reshard(load, ranks, views, asked).run(old_state, layout, new_state, check_replicas=check_replicas)
 
 
 class _Reshard:

@@ -21,7 +21,7 @@ from ckpt.engine.load.fill import LoadJob, LoadOptions, accept, nothing
 from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
@@ -41,7 +41,7 @@ from .take import Puller, bytes_that_came, dropped_anywhere, match_take, plan_ta
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, StateVersion, SwitchedTake, TakeMeter, TakeReport
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 log = logging.getLogger("ckpt")
 
@@ -53,7 +53,6 @@ class Sink:
         address: of the source, ``"tcp://host:port/name"``.
         into: a state as for ``ckpt.load``; its tensors say what this rank needs.
         layout: places for plain tensors that are parts of larger ones.
-        process_group: the ranks of this engine, if not all of its job.
         switch: ``"double"``: what comes from other machines is kept beside the state until all ranks have all of theirs. ``"in-place"``
             needs no memory for that: it goes straight into the state, which is torn if the take breaks off (``version``).
         relay: other sinks whose ranks want the same boxes take from this one too, so that the source sends less. It keeps what came from
@@ -62,7 +61,7 @@ class Sink:
         names, convention, numbers: as for ``ckpt.translated``: the source's state in other names, where fused tensors come apart and others
             are put together. ``rename`` and ``only`` speak of the new names.
         secret: as the source's; by default ``CKPT_LIVE_SECRET``, or what a source on this machine has left in a file of this account.
-        timeout: seconds without a sign of life after which a rank, or the source, counts as dead (``CKPT_TIMEOUT``, 600).
+        job: which ranks the engine has, and after how many seconds without a sign of life one of them, or the source, counts as dead.
 
     Raises:
         UsageError: the address, or an argument, cannot be meant; or there is no such translation.
@@ -74,7 +73,6 @@ class Sink:
         into: Mapping[str, Any],
         *,
         layout: Layout | None = None,
-        process_group: ProcessGroup | None = None,
         switch: Literal["double", "in-place"] = "double",
         relay: bool = False,
         only: str | Sequence[str] | None = None,
@@ -85,7 +83,7 @@ class Sink:
         convention: str | None = None,
         numbers: Mapping[str, int] | None = None,
         secret: str | bytes | None = None,
-        timeout: float | None = None,
+        job: Job | None = None,
     ) -> None:
         if switch not in ("double", "in-place"):
             raise UsageError(f"switch is 'double' or 'in-place', not {switch!r}")
@@ -93,9 +91,10 @@ class Sink:
             raise UsageError(
                 "a sink that takes in place has no copy to pass on", hint='relay=True needs switch="double"; any sink may take from relays'
             )
+        job = Job.of(job)
         check_flags(relay=relay, strict=strict, cast=cast)
         check_state(into)
-        base = current_group(process_group)
+        base = current_group(job.process_group)
         if layout is not None:
             check_layout(layout, base.ranks)
         self.address = address
@@ -109,8 +108,8 @@ class Sink:
             strict=strict,
             cast=cast,
             verify="full",
-            timeout=settings.timeout(timeout),
-            threads=settings.threads(None),
+            timeout=settings.timeout(job.timeout),
+            threads=settings.threads(job.threads),
         )
         self._group = base.apart()
         self._secret = SinkSecret(secret, address)

@@ -26,7 +26,7 @@ from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.settings import check_flags
@@ -69,7 +69,7 @@ from .segment import PublishedSegment, SegmentPool
 from .server import PieceServer
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 log = logging.getLogger("ckpt")
 
@@ -81,12 +81,11 @@ class Source:
         address: ``"tcp://host:port/name"``: where the leader listens for sinks. Port 0 is any free one; ``address`` has the real one.
         state: as for ``ckpt.save``. It is read at each ``publish``.
         layout: places for plain tensors that are parts of larger ones.
-        process_group: the ranks that take part, if not all.
         keep: how many versions are there at most. Each is a copy of this rank's part in host memory; one more is being captured.
         delta: a sink on another machine gets only the elements that changed since the version that it has, as long as that one is kept.
         check_replicas: compare the bytes of replicated tensors between the ranks that have them before a version is there.
         secret: what sinks must know; by default ``CKPT_LIVE_SECRET``, or else a file that only this account on the leader's machine reads.
-        timeout: seconds without a sign of life after which a rank counts as dead (``CKPT_TIMEOUT``, 600).
+        job: which ranks take part, and how long they wait for each other.
 
     Raises:
         UsageError: the address, or an argument, cannot be meant.
@@ -100,24 +99,24 @@ class Source:
         state: Mapping[str, Any],
         *,
         layout: Layout | None = None,
-        process_group: ProcessGroup | None = None,
         keep: int = 2,
         delta: bool = False,
         check_replicas: bool = True,
         secret: str | bytes | None = None,
-        timeout: float | None = None,
+        job: Job | None = None,
     ) -> None:
         if type(keep) is not int or keep < 1:
             raise UsageError(f"keep is how many versions a source keeps, at least 1, not {keep!r}")
+        job = Job.of(job)
         check_flags(delta=delta, check_replicas=check_replicas)
         check_state(state)
         self._state = state
         self._layout = layout
         self._keep = keep
         self._delta = delta
-        self._timeout = settings.timeout(timeout)
-        self._threads = settings.threads(None)
-        base = current_group(process_group)
+        self._timeout = settings.timeout(job.timeout)
+        self._threads = settings.threads(job.threads)
+        base = current_group(job.process_group)
         self._check_replicas = check_replicas and base.size > 1
         self._group = base.apart()
         if layout is not None:

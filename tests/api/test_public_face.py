@@ -119,9 +119,9 @@ WRONG = {
     "copy": {"threads": -1, "dry_run": 1, "compare": "yes"},
     "convert": {"part": 3, "optimizer": "no", "overwrite": 1, "dry_run": 1, "shard_size": "5GB"},
     "merge": {"any_sum": 1, "allow_nan": 1, "values_from": "a", "weights": 3},
-    "export": {"overwrite": 1, "dequantize": 1, "layout": 3, "process_group": "dp", "shard_size": -1, "memory": "1 GiB"},
-    "live.reshard": {"strict": 1, "cast": 1, "check_replicas": 1, "new_layout": 3},
-    "live.Source": {"layout": 3},
+    "export": {"overwrite": 1, "dequantize": 1, "layout": 3, "job": "dp", "shard_size": -1, "memory": "1 GiB"},
+    "live.reshard": {"strict": 1, "cast": 1, "check_replicas": 1, "new_layout": 3, "job": 60},
+    "live.Source": {"layout": 3, "job": 60},
 }
 
 

@@ -145,7 +145,7 @@ def test_data(tmp_path: Path) -> None:
 def test_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_LIVE_SECRET", "secret")
     state = {"w": torch.ones(3)}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=60) as source, Sink(source.address, {"w": torch.zeros(3)}) as sink:
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=60)) as source, Sink(source.address, {"w": torch.zeros(3)}) as sink:
         assert_type((source, sink), tuple[Source, Sink])
         publication = source.publish(1, capture="eager")
         assert_type(publication, Publication)

@@ -120,7 +120,7 @@ def whole_of(seed: int) -> dict[str, torch.Tensor]:
 
 def export_some(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
     state, layout = some(seed)
-    return export(url, state, layout=layout, timeout=20, **options)
+    return export(url, state, layout=layout, job=ckpt.Job(timeout=20), **options)
 
 
 def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
@@ -140,7 +140,7 @@ def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
     for kind in (PosixSharedObject, GatheringWriter):
         kind.write = dies(kind.write)  # type: ignore[attr-defined]
     state, layout = some(seed)
-    export(url, state, layout=layout, timeout=DEADLINE, **options)
+    export(url, state, layout=layout, job=ckpt.Job(timeout=DEADLINE), **options)
 
 
 def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) -> None:
@@ -155,7 +155,7 @@ def die_while_publishing(url: str, seed: int, options: dict[str, Any], at: int) 
 
     PosixSharedObject.complete = dying  # type: ignore[method-assign]
     state, layout = some(seed)
-    export(url, state, layout=layout, timeout=DEADLINE, **options)
+    export(url, state, layout=layout, job=ckpt.Job(timeout=DEADLINE), **options)
 
 
 def fail_at_write(url: str, seed: int, options: dict[str, Any]) -> str:
@@ -168,7 +168,7 @@ def fail_at_write(url: str, seed: int, options: dict[str, Any]) -> str:
         PosixSharedObject.write = full  # type: ignore[method-assign]
     state, layout = some(seed)
     try:
-        export(url, state, layout=layout, timeout=20, **options)
+        export(url, state, layout=layout, job=ckpt.Job(timeout=20), **options)
     except ckpt.errors.CkptError as err:
         return f"{type(err).__name__}: {err.message}"
     return "nothing"
@@ -178,7 +178,7 @@ def differ(url: str) -> str:
     """Each rank wants another dtype."""
     state, layout = some(1)
     try:
-        export(url, state, layout=layout, timeout=20, dtype=("bfloat16", "float16")[dist.get_rank()])
+        export(url, state, layout=layout, job=ckpt.Job(timeout=20), dtype=("bfloat16", "float16")[dist.get_rank()])
     except ckpt.errors.CkptError as err:
         return type(err).__name__
     return "nothing"

@@ -146,12 +146,12 @@ def goes_round(url: str, saved_on: int) -> list[str]:
     live.reshard({name: state[name] for name in new}, new)
     problems += [f"moved {name}" for name in new if not torch.equal(new[name], expected()[name])]
     if world == 2:
-        with live.Source("tcp://127.0.0.1:0/s", {name: state[name] for name in new}, timeout=20) as source:
+        with live.Source("tcp://127.0.0.1:0/s", {name: state[name] for name in new}, job=ckpt.Job(timeout=20)) as source:
             source.publish(1).result(20)
             address = [source.address]
             dist.broadcast_object_list(address, 0)
             taken = {name: torch.full_like(t, -1) for name, t in new.items()}
-            with live.Sink(address[0], taken, timeout=20) as sink:
+            with live.Sink(address[0], taken, job=ckpt.Job(timeout=20)) as sink:
                 sink.take()
             dist.barrier()
         problems += [f"taken {name}" for name in new if not torch.equal(taken[name], expected()[name])]

@@ -62,7 +62,7 @@ def test_numbered_saves_go_on(tmp_path: Path) -> None:
         job.train(batches)
         url = job.accelerator.save_state()
     expected = job.train(batches), job.custom.state_dict()
-    checkpoints.wait()
+    checkpoints.checkpointer.wait()
     assert [s.url for s in ckpt.list_steps(str(tmp_path / "checkpoints"))] == [
         str(tmp_path / f"checkpoints/checkpoint_{n}") for n in (1, 2)
     ]
@@ -122,7 +122,7 @@ def hooks_fail_on_one_rank(folder: str) -> list[str]:
 
     def save(url: str | None) -> None:
         accelerator.save_state(url)
-        checkpoints.wait()
+        checkpoints.checkpointer.wait()
 
     accelerator.project_configuration.automatic_checkpoint_naming = False
     save(f"{folder}/named")
@@ -141,7 +141,7 @@ def hooks_fail_on_one_rank(folder: str) -> list[str]:
     accelerator.project_configuration.automatic_checkpoint_naming = True
     accelerator.save_state()
     accelerator.load_state()
-    checkpoints.wait()
+    checkpoints.checkpointer.wait()
     return errors
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ckpt
 from ckpt.errors import CkptError, ConflictError, CoverageError, DeadlineError, RankFailedError, StateError, TornError, UsageError
 from ckpt.integrations.engines import EngineSink
 from ckpt.integrations.reading import take_step
@@ -55,7 +56,7 @@ class Trainer:
         self.prefix = prefix
         self.tensors = stored(SIZES, folder)
         self.state: dict[str, Any] = {prefix + name: tensor.clone() for name, tensor in self.tensors.items()}
-        self.source = Source("tcp://127.0.0.1:0/actor", self.state, timeout=20)
+        self.source = Source("tcp://127.0.0.1:0/actor", self.state, job=ckpt.Job(timeout=20))
 
     def publish(self, step: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -179,7 +180,7 @@ def two_ranks(address: str, folder: Path | None) -> tuple[int, dict[str, bytes]]
             after()
         model.load_weights(weights)
 
-    with EngineSink(address, load_weights, model, folder, secret=SECRET, timeout=20, after=after) as sink:
+    with EngineSink(address, load_weights, model, folder, secret=SECRET, job=ckpt.Job(timeout=20), after=after) as sink:
         with pytest.raises(CoverageError if fail[0] else RankFailedError, match="not now"):
             sink.take()
         if folder is None:

@@ -177,7 +177,7 @@ def test_sglang_follows_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     state = {name: tensor.clone() for name, tensor in tensors.items()}
     model, posts = ZooModel(SIZES, Tp(1, 2)), list[int]()
     model.post_load_weights = lambda: posts.append(1)  # type: ignore[assignment]
-    with Source("tcp://127.0.0.1:0/actor", state, timeout=20) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, job=ckpt.Job(timeout=20)) as source:
         for step in (1, 2):
             state["model.norm.weight"].add_(step)
             source.publish(step, capture="eager").result(20)

@@ -121,7 +121,7 @@ def source(folder: str, fault: Fault) -> Ending:
     layout = None if fault.copies else ckpt.Layout({"dp": 2}, [("*", ckpt.Shard(0, "dp"))])
     half = slice(rank * ROWS // 2, (rank + 1) * ROWS // 2)
     state = {name: (t if fault.copies else t[half]).clone() for name, t in values(1, fault.sparse)}
-    with Source("tcp://127.0.0.1:0/faults", state, layout=layout, delta=fault.delta, secret=SECRET, timeout=TIMEOUT) as it:
+    with Source("tcp://127.0.0.1:0/faults", state, layout=layout, delta=fault.delta, secret=SECRET, job=ckpt.Job(timeout=TIMEOUT)) as it:
         if rank == 0:
             _leave(folder, "address", it.address)
         it.publish(1, capture="eager").result()
@@ -162,7 +162,9 @@ def sink(folder: str, name: str, fault: Fault) -> Ending:
     layout = ckpt.Layout({"tp": count}, [("*", ckpt.Shard(1, "tp"))])
     switch: Any = fault.switch
     relay = fault.relay and switch == "double"
-    with Sink(_await(folder, "address"), state, layout=layout, switch=switch, relay=relay, secret=SECRET, timeout=TIMEOUT) as it:
+    with Sink(
+        _await(folder, "address"), state, layout=layout, switch=switch, relay=relay, secret=SECRET, job=ckpt.Job(timeout=TIMEOUT)
+    ) as it:
         first = it.take(timeout=PATIENCE)
         _leave(folder, f"{name}-{rank}")
         _await(folder, "go")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import ckpt
 from ckpt.live import Source
 from tests.distributed.ranks import Ranks
 
@@ -104,7 +105,7 @@ def leave(path: Path, text: str) -> None:
 def train(folder: Path, steps: int, make: str = "fsdp_state", options: dict[str, Any] | None = None) -> str:
     """A trainer: publishes step after step, each when the file ``go-<step>`` is there, until ``stop`` is."""
     state = globals()[make](0)
-    with Source("tcp://127.0.0.1:0/actor", state, timeout=20, **(options or {})) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, job=ckpt.Job(timeout=20), **(options or {})) as source:
         if dist.get_rank() == 0:
             leave(folder / "address", source.address)
         for step in range(1, steps + 1):

@@ -154,6 +154,5 @@ def by_reshard(bed: Bed, pair: Pair, old: Made | None, new: Made | None) -> Any:
         None if new is None else new.state,
         layout=None if old is None else old.layout,
         new_layout=None if new is None else new.layout,
-        process_group=bed.groups[0, pair.size],
-        timeout=20,
+        job=ckpt.Job(process_group=bed.groups[0, pair.size], timeout=20),
     )

@@ -39,8 +39,9 @@ sys.stdin.read()
 _ENGINE = """
 import sys, torch
 from ckpt.live import Sink
+from ckpt.net.group import Job
 into = {"w": torch.zeros(5)}
-with Sink(sys.argv[1], into, secret="s", timeout=20) as sink:
+with Sink(sys.argv[1], into, secret="s", job=Job(timeout=20)) as sink:
     print(sink.take().step, into["w"].tolist())
 """
 _TRAINER = """
@@ -49,8 +50,9 @@ import torch
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 import ckpt
 from ckpt.live import Source
+from ckpt.net.group import Job
 state = {"w": torch.arange(5.0)}
-with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=20) as source:
+with Source("tcp://127.0.0.1:0/a", state, secret="s", job=Job(timeout=20)) as source:
     pieces = next(port for host, port in source._server.addresses if host.startswith("127."))
     before = threading.active_count()
     stranger = [sys.executable, "-c", sys.argv[2], source.address.split(":")[2].split("/")[0], str(pieces)]

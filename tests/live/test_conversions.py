@@ -48,7 +48,14 @@ def convert() -> list[str]:
         new = {"engine": {"a": torch.full((ROWS, 5), 7.0, dtype=torch.bfloat16), "b": torch.full((3,), 7.0)}}
     layout = ckpt.Layout(ckpt.Mesh(("tp",), (2,), (2, 3)), [("*.a", ckpt.Shard(1, "tp")), ("*", ckpt.Replicate())])
     report = reshard(
-        old, new, new_layout=layout if new else None, rename={"model.*": "engine.*"}, cast=True, only="engine.a", strict=False, timeout=20
+        old,
+        new,
+        new_layout=layout if new else None,
+        rename={"model.*": "engine.*"},
+        cast=True,
+        only="engine.a",
+        strict=False,
+        job=ckpt.Job(timeout=20),
     )
     if new is None:
         return []
@@ -85,7 +92,7 @@ def flip(copies: bool) -> str:
     old = {"w": whole()} if rank == 0 or (rank == 1 and copies) else None
     new = {"w": torch.zeros(ROWS, COLUMNS)} if rank >= 2 else None
     try:
-        reshard(old, new, timeout=20)
+        reshard(old, new, job=ckpt.Job(timeout=20))
     except GroupError as err:
         return type(err).__name__
     return "" if new is None or torch.equal(new["w"], whole()) else "wrong"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt
 from ckpt.errors import CkptError, CorruptError, NotFoundError
 from ckpt.live import Sink, Source
 from ckpt.live.holdings import BoxMemory, Holdings, TensorParts
@@ -187,8 +188,8 @@ def test_a_sink_gets_what_changed_since_its_version(switch: str, monkeypatch: py
     dense = sum(t.nbytes for t in state.values())
     into = {name: torch.full_like(t, 9) for name, t in state.items()}
     with (
-        Source("tcp://127.0.0.1:0/a", state, delta=True, keep=2, timeout=TIMEOUT) as source,
-        Sink(source.address, into, switch=switch, timeout=TIMEOUT) as sink,  # type: ignore[arg-type]
+        Source("tcp://127.0.0.1:0/a", state, delta=True, keep=2, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, into, switch=switch, job=ckpt.Job(timeout=TIMEOUT)) as sink,  # type: ignore[arg-type]
     ):
         transferred, whole = [], []
         for step in range(1, 5):
@@ -222,8 +223,8 @@ def test_a_sink_of_another_dtype_gets_all(monkeypatch: pytest.MonkeyPatch) -> No
     state = {"w": torch.randn(300, 500)}
     into = {"w": torch.zeros(300, 500, dtype=torch.bfloat16)}
     with (
-        Source("tcp://127.0.0.1:0/a", state, delta=True, timeout=TIMEOUT) as source,
-        Sink(source.address, into, cast=True, timeout=TIMEOUT) as sink,
+        Source("tcp://127.0.0.1:0/a", state, delta=True, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, into, cast=True, job=ckpt.Job(timeout=TIMEOUT)) as sink,
     ):
         for step in (1, 2):
             source.publish(step, capture="eager").result()

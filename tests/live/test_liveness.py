@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckpt
 from ckpt.errors import CkptError
 from ckpt.live import Sink, Source, reshard
 from ckpt.net import liveness
@@ -45,7 +46,7 @@ def seconds_since(folder: Path) -> float:
 def trainer(folder: Path, at: str) -> Any:
     """Publishes a version. Rank 2 dies ``"idle"``, or in the middle of the second publication (``"seal"``)."""
     rank = dist.get_rank()
-    with Source("tcp://127.0.0.1:0/actor", {"a": torch.arange(8.0)}, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/actor", {"a": torch.arange(8.0)}, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         if rank == 0:
             leave(folder / "address", source.address)
@@ -79,7 +80,7 @@ def trainer(folder: Path, at: str) -> Any:
 def test_a_rank_of_the_source_dies(ranks: Ranks, tmp_path: Path, at: str) -> None:
     job = Job(ranks, 3, trainer, tmp_path, at, allow_death=True, timeout=40)
     try:
-        with Sink(wait_for(tmp_path / "address"), {"a": torch.zeros(8)}, timeout=TIMEOUT) as sink:
+        with Sink(wait_for(tmp_path / "address"), {"a": torch.zeros(8)}, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             version = sink.take()
             leave(tmp_path / "go", "")
             with pytest.raises(CkptError, match=r"the source has no version newer than .*: its rank 2 died"):
@@ -98,7 +99,7 @@ def test_a_rank_of_the_source_dies(ranks: Ranks, tmp_path: Path, at: str) -> Non
 
 def engine(folder: Path, victim: int, at: str) -> Any:
     """Takes a version. One rank dies while all wait for the next (``"waiting"``), or when none does anything (``"idle"``)."""
-    with Sink(wait_for(folder / "address"), {"a": torch.zeros(8)}, timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), {"a": torch.zeros(8)}, job=ckpt.Job(timeout=TIMEOUT)) as sink:
         version = sink.take()
         dist.barrier()
         if dist.get_rank() == victim:
@@ -116,7 +117,7 @@ def engine(folder: Path, victim: int, at: str) -> Any:
 @pytest.mark.alone
 @pytest.mark.parametrize(("victim", "at"), [(1, "waiting"), (0, "waiting"), (2, "idle")])
 def test_a_rank_of_a_sink_dies(ranks: Ranks, tmp_path: Path, victim: int, at: str) -> None:
-    with Source("tcp://127.0.0.1:0/actor", {"a": torch.arange(8.0)}, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/actor", {"a": torch.arange(8.0)}, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         leave(tmp_path / "address", source.address)
         job = Job(ranks, 3, engine, tmp_path, victim, at, allow_death=True, timeout=40)
@@ -138,7 +139,7 @@ def test_a_rank_of_a_sink_dies(ranks: Ranks, tmp_path: Path, victim: int, at: st
 
 
 def leaving_engine(folder: Path) -> str | None:
-    with Sink(wait_for(folder / "address"), {"a": torch.zeros(8)}, timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), {"a": torch.zeros(8)}, job=ckpt.Job(timeout=TIMEOUT)) as sink:
         version = sink.take()
         dist.barrier()
         if dist.get_rank() == 1:
@@ -150,7 +151,7 @@ def leaving_engine(folder: Path) -> str | None:
 
 @pytest.mark.alone
 def test_a_rank_that_closed_its_sink_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    with Source("tcp://127.0.0.1:0/actor", {"a": torch.arange(8.0)}, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/actor", {"a": torch.arange(8.0)}, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         leave(tmp_path / "address", source.address)
         message, _ = ranks.run(2, leaving_engine, tmp_path, timeout=30)
@@ -163,7 +164,7 @@ def resharder(folder: Path, victim: int, at: str) -> Any:
     rank = dist.get_rank()
     old = {"a": torch.arange(8.0)} if rank < 2 else None
     new = {"a": torch.zeros(8)} if rank >= 2 else None
-    reshard(old, new, timeout=TIMEOUT)
+    reshard(old, new, job=ckpt.Job(timeout=TIMEOUT))
     if rank == victim:
         import ckpt.live.resharding as module
 
@@ -173,7 +174,7 @@ def resharder(folder: Path, victim: int, at: str) -> Any:
     if new is not None:
         new["a"].zero_()
     try:
-        reshard(old, new, timeout=TIMEOUT)
+        reshard(old, new, job=ckpt.Job(timeout=TIMEOUT))
     except CkptError as err:
         after = seconds_since(folder)
         changed = new is not None and bool(new["a"].any())

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckpt
 from ckpt.errors import CkptError, CorruptError, TornError
 from ckpt.live import Sink, Source
 from tests.distributed.ranks import Lost, Ranks
@@ -24,7 +25,7 @@ TIMEOUT = 3.0
 def trainer(folder: Path, make: str, victim: int, blow: int) -> None:
     """Publishes steps 1 and 2; before the second is taken, one rank is struck."""
     state = {"fsdp": fsdp_state, "replicated": replicated_state}[make](0)
-    with Source("tcp://127.0.0.1:0/actor", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         if dist.get_rank() == 0:
             leave(folder / "address", source.address)
         for step in (1, 2):
@@ -47,7 +48,7 @@ def engine(folder: Path, local: str) -> tuple[list[Any], float]:
     os.environ["CKPT_LIVE_LOCAL"] = local
     state = tp_state()
     outcomes: list[Any] = []
-    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=TIMEOUT)) as sink:
         wait_for(folder / "published-1")
         version = sink.take()
         outcomes.append((step_of(state), None))
@@ -113,7 +114,7 @@ def dying_engine(folder: Path, victim: int, phase: str) -> tuple[Any, Any, float
     import ckpt.live.sink as module
 
     state = tp_state()
-    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=TIMEOUT)) as sink:
         version = sink.take()
         dist.barrier()
         if dist.get_rank() == victim:
@@ -136,7 +137,7 @@ def dying_engine(folder: Path, victim: int, phase: str) -> tuple[Any, Any, float
 
 def publisher(folder: Path) -> None:
     state = fsdp_state(1)
-    with Source("tcp://127.0.0.1:0/actor", state, timeout=20) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, job=ckpt.Job(timeout=20)) as source:
         source.publish(1).result()
         if dist.get_rank() == 0:
             leave(folder / "address", source.address)
@@ -152,7 +153,7 @@ def publisher(folder: Path) -> None:
 
 def survivor(folder: Path) -> int | None:
     state = tp_state()
-    with Sink(wait_for(folder / "address"), state, timeout=20) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=20)) as sink:
         version = sink.take()
         assert sink.take(newer_than=version, timeout=40).step == 2
     return step_of(state)
@@ -202,8 +203,8 @@ def test_a_flipped_byte_is_named_and_only_a_take_in_place_over_the_network_is_to
     state = {"a": torch.zeros(4_000_000), "b": torch.zeros(1000)}
     into = {name: torch.full_like(t, -1) for name, t in state.items()}
     with (
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-        Sink(source.address, into, switch=switch, timeout=TIMEOUT) as sink,
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, into, switch=switch, job=ckpt.Job(timeout=TIMEOUT)) as sink,
     ):
         source.publish(1).result()
         version = sink.take()
@@ -230,7 +231,7 @@ def test_a_flipped_byte_is_named_and_only_a_take_in_place_over_the_network_is_to
 def failing_trainer(folder: Path, victim: int) -> tuple[str | None, float]:
     """Publishes step 1; a rank dies while it seals step 2."""
     state = fsdp_state(1)
-    with Source("tcp://127.0.0.1:0/actor", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         if dist.get_rank() == 0:
             leave(folder / "address", source.address)
@@ -265,7 +266,7 @@ def test_a_rank_dies_while_it_publishes_and_the_others_say_which(ranks: Ranks, t
 def take_what_is_there(folder: Path) -> bool:
     """Step 1 is still the newest, and the dead rank's part of it is gone; whether the state is as it was."""
     state = {name: torch.full(shape, -1.0) for name, shape in jobs.SHAPES.items()}
-    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=TIMEOUT)) as sink:
         with pytest.raises(CkptError, match="rank 2"):
             sink.take()
         return sink.version is None and all(bool((t == -1).all()) for t in state.values())
@@ -276,7 +277,7 @@ def slow_engine(folder: Path) -> None:
     import ckpt.live.sink as module
 
     module.switch_take = lambda *args: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
-    with Sink(wait_for(folder / "address"), tp_state(), timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), tp_state(), job=ckpt.Job(timeout=TIMEOUT)) as sink:
         leave(folder / "taking", str(os.getpid()))
         sink.take()
 
@@ -284,7 +285,7 @@ def slow_engine(folder: Path) -> None:
 def test_a_sink_that_hangs_holds_up_nobody(ranks: Ranks, tmp_path: Path) -> None:
     state = {name: jobs.full(name, 1) for name in jobs.SHAPES}
     patience = 30.0  # which nobody needs
-    with Source("tcp://127.0.0.1:0/actor", state, keep=1, timeout=patience) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, keep=1, job=ckpt.Job(timeout=patience)) as source:
         leave(tmp_path / "address", source.address)
         source.publish(1).result()
         hanging = Job(ranks, 1, slow_engine, tmp_path, allow_death=True, timeout=3 * patience)
@@ -296,7 +297,7 @@ def test_a_sink_that_hangs_holds_up_nobody(ranks: Ranks, tmp_path: Path) -> None
                 tensor.copy_(jobs.full(name, step))
             assert source.publish(step).result(patience).step == step
             into = {name: torch.full_like(t, -1) for name, t in state.items()}
-            with Sink(source.address, into, timeout=patience) as sink:
+            with Sink(source.address, into, job=ckpt.Job(timeout=patience)) as sink:
                 assert sink.take().step == step and step_of(into) == step
         assert time.monotonic() - began < patience
         (seen, *_) = source.report().sinks
@@ -308,7 +309,7 @@ def test_a_sink_that_hangs_holds_up_nobody(ranks: Ranks, tmp_path: Path) -> None
 def corrupting_trainer(folder: Path) -> None:
     """Publishes a version of which one of two replicas is damaged in memory."""
     state = replicated_state(1)
-    with Source("tcp://127.0.0.1:0/actor", state, timeout=20) as source:
+    with Source("tcp://127.0.0.1:0/actor", state, job=ckpt.Job(timeout=20)) as source:
         source.publish(1, capture="eager").result()
         if dist.get_rank() == 1:
             for at in range(0, source._published[1].segment.capacity, 1 << 20):
@@ -331,7 +332,7 @@ def test_another_replica_stands_in_for_damaged_memory(ranks: Ranks, tmp_path: Pa
 
 def take_past_damage(folder: Path) -> tuple[int | None, list[int]]:
     state = tp_state()
-    with Sink(wait_for(folder / "address"), state, timeout=20) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=20)) as sink:
         sink.take()
         report = sink.report
         assert report is not None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import ckpt
 from ckpt.errors import CkptError
 from ckpt.io_backends import PosixBackend
 from ckpt.live import Sink, Source
@@ -49,12 +50,15 @@ def all_wrong(proxy: MutatingProxy, ask: Callable[[], Any], right: Callable[[Any
 def test_between_sink_and_source(monkeypatch: pytest.MonkeyPatch, up: bool) -> None:
     monkeypatch.setenv("CKPT_LIVE_LOCAL", "off")
     state, into = {"a": torch.arange(6.0)}, {"a": torch.zeros(6)}
-    with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=5) as source, mutating(split_address(source.address)[:2], up=up) as proxy:
+    with (
+        Source("tcp://127.0.0.1:0/a", state, secret="s", job=ckpt.Job(timeout=5)) as source,
+        mutating(split_address(source.address)[:2], up=up) as proxy,
+    ):
         source.publish(1).result()
         address = f"tcp://127.0.0.1:{proxy.address[1]}/a"
-        with Sink(source.address, {"a": torch.zeros(6)}, secret="s", timeout=5, relay=True) as relay:
+        with Sink(source.address, {"a": torch.zeros(6)}, secret="s", job=ckpt.Job(timeout=5), relay=True) as relay:
             relay.take()
-            with Sink(address, into, secret="s", timeout=5) as sink:
+            with Sink(address, into, secret="s", job=ckpt.Job(timeout=5)) as sink:
 
                 def take() -> bool:
                     into["a"].zero_()
@@ -67,7 +71,7 @@ def test_between_sink_and_source(monkeypatch: pytest.MonkeyPatch, up: bool) -> N
                     all_wrong(proxy, lambda: ask_status(address, b"s", 5), lambda status: isinstance(status.versions, tuple), "127.0.0.1")
                     > 100
                 )
-        with Sink(source.address, into, secret="s", timeout=5) as other:
+        with Sink(source.address, into, secret="s", job=ckpt.Job(timeout=5)) as other:
             assert other.take().step == 1
 
 

@@ -13,6 +13,7 @@ import torch
 import xxhash
 from click.testing import CliRunner
 
+import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
@@ -64,8 +65,8 @@ def test_eight_sinks_take_at_once_and_the_source_sends_less_than_three_states() 
     state: dict[str, Any] = {"t": values(1), "n": 1}
     states = [empty() for _ in range(8)]
     needed = state["t"].nbytes
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source, ExitStack() as stack:
-        sinks = [stack.enter_context(Sink(source.address, each, relay=True, timeout=TIMEOUT)) for each in states]
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source, ExitStack() as stack:
+        sinks = [stack.enter_context(Sink(source.address, each, relay=True, job=ckpt.Job(timeout=TIMEOUT))) for each in states]
         version: Version | None = None
         assert source._server is not None
         for step in (1, 2):
@@ -92,9 +93,9 @@ def test_who_took_from_whom_is_shown() -> None:
     state: dict[str, Any] = {"t": values(1), "n": 1}
     first, second = empty(), empty()
     with (
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-        Sink(source.address, first, relay=True, timeout=TIMEOUT) as relay,
-        Sink(source.address, second, switch="in-place", timeout=TIMEOUT) as leaf,
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, first, relay=True, job=ckpt.Job(timeout=TIMEOUT)) as relay,
+        Sink(source.address, second, switch="in-place", job=ckpt.Job(timeout=TIMEOUT)) as leaf,
     ):
         source.publish(1).result()
         relay.take()
@@ -119,9 +120,9 @@ def test_what_a_relay_gives_is_compared_with_what_the_source_has_published() -> 
     state: dict[str, Any] = {"t": values(1), "n": 1}
     into = empty()
     with (
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-        Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as relay,
-        Sink(source.address, into, timeout=TIMEOUT) as leaf,
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, empty(), relay=True, job=ckpt.Job(timeout=TIMEOUT)) as relay,
+        Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as leaf,
     ):
         source.publish(1).result()
         relay.take()
@@ -177,11 +178,11 @@ def test_a_relay_stands_in_for_a_rank_of_the_source_that_is_gone_and_the_source_
         state: dict[str, Any] = {"t": values(1), "n": 1}
         into, late = empty(), empty()
         with (
-            Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-            Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as gone,
-            Sink(source.address, empty(), relay=True, timeout=TIMEOUT) as relay,
-            Sink(source.address, into, switch=switch, timeout=TIMEOUT) as leaf,
-            Sink(source.address, late, switch=switch, timeout=TIMEOUT) as last,
+            Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+            Sink(source.address, empty(), relay=True, job=ckpt.Job(timeout=TIMEOUT)) as gone,
+            Sink(source.address, empty(), relay=True, job=ckpt.Job(timeout=TIMEOUT)) as relay,
+            Sink(source.address, into, switch=switch, job=ckpt.Job(timeout=TIMEOUT)) as leaf,
+            Sink(source.address, late, switch=switch, job=ckpt.Job(timeout=TIMEOUT)) as last,
         ):
             source.publish(1).result()
             gone.take()
@@ -205,10 +206,10 @@ def test_relays_of_a_source_with_delta_pass_on_what_changes_made() -> None:
     nbytes = state["t"].nbytes
     first, late, old = empty(), empty(), empty()
     with (
-        Source("tcp://127.0.0.1:0/a", state, delta=True, timeout=TIMEOUT) as source,
-        Sink(source.address, first, relay=True, timeout=TIMEOUT) as relay,
-        Sink(source.address, old, timeout=TIMEOUT) as behind,
-        Sink(source.address, late, relay=True, timeout=TIMEOUT) as joined,
+        Source("tcp://127.0.0.1:0/a", state, delta=True, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, first, relay=True, job=ckpt.Job(timeout=TIMEOUT)) as relay,
+        Sink(source.address, old, job=ckpt.Job(timeout=TIMEOUT)) as behind,
+        Sink(source.address, late, relay=True, job=ckpt.Job(timeout=TIMEOUT)) as joined,
     ):
         for step in (1, 2, 3):
             state["t"][step, :7] = -step
@@ -243,10 +244,10 @@ def test_who_wants_parts_of_the_boxes_that_a_relay_has_takes_them_from_the_sourc
     parts = {"t": Sharded(half, (ROWS, 512), layout, (half,))}
     into = {"u": torch.zeros(1000)}
     with (
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-        Sink(source.address, {n: torch.zeros_like(t) for n, t in state.items()}, relay=True, timeout=TIMEOUT) as relay,
-        Sink(source.address, parts, only="t", relay=True, timeout=TIMEOUT) as engine,
-        Sink(source.address, into, only="u", timeout=TIMEOUT) as leaf,
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, {n: torch.zeros_like(t) for n, t in state.items()}, relay=True, job=ckpt.Job(timeout=TIMEOUT)) as relay,
+        Sink(source.address, parts, only="t", relay=True, job=ckpt.Job(timeout=TIMEOUT)) as engine,
+        Sink(source.address, into, only="u", job=ckpt.Job(timeout=TIMEOUT)) as leaf,
     ):
         source.publish(1).result()
         for sink in (relay, engine, leaf):
@@ -259,13 +260,13 @@ def test_who_wants_parts_of_the_boxes_that_a_relay_has_takes_them_from_the_sourc
 def test_the_nearest_relay_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {"t": values(1), "n": 1}
     into = empty()
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source, ExitStack() as stack:
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source, ExitStack() as stack:
         source.publish(1).result()
         for domain in ("a", "b"):
             monkeypatch.setenv("CKPT_DOMAIN", domain)
-            relay = stack.enter_context(Sink(source.address, empty(), relay=True, timeout=TIMEOUT))
+            relay = stack.enter_context(Sink(source.address, empty(), relay=True, job=ckpt.Job(timeout=TIMEOUT)))
             relay.take()
-        with Sink(source.address, into, timeout=TIMEOUT) as leaf:
+        with Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as leaf:
             leaf.take()
             assert leaf.report is not None and torch.equal(into["t"], values(1))
             near = next(s.sink for s in source.report().sinks if s.sink == relay._source._who["sink"])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+import ckpt
 from ckpt import live
 from ckpt.errors import CkptError, ReplicaError, UsageError
 from tests.distributed.ranks import Ranks
@@ -35,16 +36,16 @@ def differing() -> dict[str, Any]:
     rank, results = dist.get_rank(), {}
     new = blank()
     try:
-        live.reshard(trained(1), new, timeout=20)
+        live.reshard(trained(1), new, job=ckpt.Job(timeout=20))
     except ReplicaError as err:
         results["reshard"] = err.message
     results["untouched"] = all(bool((t == -7).all()) for t in new.values())
-    live.reshard(trained(1), new, timeout=20, check_replicas=False)
+    live.reshard(trained(1), new, job=ckpt.Job(timeout=20), check_replicas=False)
     results["unchecked"] = new["up"].tolist() == torch.arange(16.0).view(4, 4).tolist()
-    live.reshard(trained(None), new, timeout=20)
+    live.reshard(trained(None), new, job=ckpt.Job(timeout=20))
     results["equal"] = new["norm"].tolist() == list(range(9))
     state = trained(1)
-    with live.Source("tcp://127.0.0.1:0/s", state, timeout=20) as source:
+    with live.Source("tcp://127.0.0.1:0/s", state, job=ckpt.Job(timeout=20)) as source:
         try:
             source.publish(1, capture="eager").result(20)
         except ReplicaError as err:
@@ -60,7 +61,7 @@ def differing() -> dict[str, Any]:
         results["next"] = source.publish(2, capture="eager").result(20).step
         results["stays in step"] = one_rank_alone(source, state["norm"])
     try:
-        live.Source("tcp://127.0.0.1:0/s", state, timeout=20, check_replicas=bool(rank))
+        live.Source("tcp://127.0.0.1:0/s", state, job=ckpt.Job(timeout=20), check_replicas=bool(rank))
     except UsageError as err:
         results["options"] = err.message
     return results
@@ -105,7 +106,7 @@ def cut_and_differing() -> str:
     if dist.get_rank() == 3:
         half[2, 1] = -1
     state = {"up": DTensor.from_local(half, mesh, [Replicate(), Shard(0)], run_check=False)}
-    with live.Source("tcp://127.0.0.1:0/s", state, timeout=20) as source, pytest.raises(ReplicaError) as caught:
+    with live.Source("tcp://127.0.0.1:0/s", state, job=ckpt.Job(timeout=20)) as source, pytest.raises(ReplicaError) as caught:
         source.publish(1, capture="eager").result(20)
     return caught.value.message
 

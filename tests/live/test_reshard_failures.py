@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckpt
 from ckpt import Layout, Mesh, Shard, live
 from ckpt.errors import CkptError
 from ckpt.live import reshard_offers, resharding
@@ -46,7 +47,7 @@ def reshard_with(victim: int, how: str) -> tuple[str, tuple[int, ...], bool, flo
         _ends_after_some_pieces(how)
     began = time.monotonic()
     try:
-        live.reshard(old, new, layout=layout, new_layout=new_layout, timeout=TIMEOUT)
+        live.reshard(old, new, layout=layout, new_layout=new_layout, job=ckpt.Job(timeout=TIMEOUT))
     except CkptError as err:
         changed = any(bool(t.any()) for t in new.values())
         return str(err), getattr(err, "ranks", ()), changed, time.monotonic() - began
@@ -98,7 +99,7 @@ def refused_pull() -> tuple[str, bool]:
 
         Holdings.pack = pack  # type: ignore[method-assign,assignment]
     try:
-        live.reshard(old, new, layout=layout, new_layout=new_layout, timeout=TIMEOUT)
+        live.reshard(old, new, layout=layout, new_layout=new_layout, job=ckpt.Job(timeout=TIMEOUT))
     except CkptError as err:
         return str(err), True
     return "no error", False
@@ -194,7 +195,7 @@ def without_a_server(victim: int) -> tuple[str, float]:
         if rank == victim:
             patch.setattr(resharding, "PieceServer", refuse)
         with pytest.raises(CkptError) as caught:
-            live.reshard(old, new, layout=layout, new_layout=new_layout, timeout=60)
+            live.reshard(old, new, layout=layout, new_layout=new_layout, job=ckpt.Job(timeout=60))
     return str(caught.value), time.monotonic() - began
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
+import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import AccessError, CkptError, ConsistencyError, DeadlineError, MismatchError, NotFoundError, UsageError
 from ckpt.live import Sink, Source, Version
@@ -38,7 +39,7 @@ def engine(folder: Path, options: dict[str, Any], dtype: torch.dtype = torch.flo
     """Takes three versions; of each the step, and bytes that were mapped and received."""
     state = tp_state(dtype)
     taken: list[tuple[int | None, int, int]] = []
-    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT, **options) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=TIMEOUT), **options) as sink:
         assert sink.version is None and step_of(state) is None
         version: Version | None = None
         plans: set[int] = set()
@@ -87,7 +88,7 @@ def forgetful_engine(folder: Path) -> list[int | None]:
     """As ``engine``, where rank 1 has missed the end of the first take, and with it what the version referred to."""
     state = tp_state()
     taken: list[int | None] = []
-    with Sink(wait_for(folder / "address"), state, timeout=TIMEOUT) as sink:
+    with Sink(wait_for(folder / "address"), state, job=ckpt.Job(timeout=TIMEOUT)) as sink:
         version: Version | None = None
         for step in (1, 2):
             if dist.get_rank() == 0:
@@ -128,7 +129,10 @@ def test_a_lazy_version_has_the_values_of_its_call_though_training_goes_on() -> 
     steps = {"done": 0}
     state = {"model": model, "optimizer": optimizer, "steps": steps, "rng": Generators()}
     mirrored: dict[str, Any] = {"model": other, "optimizer": other_optimizer, "steps": {"done": -1}, "rng": Generators()}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source, Sink(source.address, mirrored, timeout=TIMEOUT) as sink:
+    with (
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, mirrored, job=ckpt.Job(timeout=TIMEOUT)) as sink,
+    ):
         version = None
         for step in range(1, 4):
             publication = source.publish(step)
@@ -149,7 +153,7 @@ def test_a_lazy_version_has_the_values_of_its_call_though_training_goes_on() -> 
 def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.ParameterDict({"t": torch.zeros(5_000_000)})
     optimizer = torch.optim.SGD(model.parameters())
-    with Source("tcp://127.0.0.1:0/a", {"m": model}, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", {"m": model}, job=ckpt.Job(timeout=TIMEOUT)) as source:
         publication = source.publish(1)
         model["t"].data.mul_(2)  # no optimizer has stepped it: it was captured at the call
         before = publication.result()
@@ -159,7 +163,7 @@ def test_a_change_before_the_copy_fails_the_version_and_leaves_the_ones_before(c
         with pytest.raises(Exception, match="was changed before it was captured"):
             publication.result()
         into = {"m.t": torch.ones(5_000_000)}
-        with Sink(source.address, into, timeout=TIMEOUT) as sink:
+        with Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             assert sink.take() == before and not into["m.t"].any()
         files: list[int] = []
         step = 3
@@ -197,7 +201,10 @@ def segment_files() -> int:
 def test_a_version_that_is_dropped_while_its_values_are_asked_for_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     state: dict[str, Any] = {"t": torch.zeros(1000), "step": 0}
     into: dict[str, Any] = {"t": torch.ones(1000), "step": -1}
-    with Source("tcp://127.0.0.1:0/a", state, keep=1, timeout=TIMEOUT) as source, Sink(source.address, into, timeout=TIMEOUT) as sink:
+    with (
+        Source("tcp://127.0.0.1:0/a", state, keep=1, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as sink,
+    ):
         source.publish(1).result()
         newest = SourceConnection.newest
 
@@ -215,8 +222,8 @@ def test_a_version_that_is_dropped_while_its_values_are_asked_for_is_passed_over
 def test_what_sinks_took_is_forgotten_with_the_version() -> None:
     state = {"t": torch.zeros(100)}
     with (
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source,
-        Sink(source.address, {"t": torch.ones(100)}, timeout=TIMEOUT) as sink,
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, {"t": torch.ones(100)}, job=ckpt.Job(timeout=TIMEOUT)) as sink,
     ):
         for step in range(5):
             source.publish(step).result()
@@ -228,7 +235,7 @@ def test_what_sinks_took_is_forgotten_with_the_version() -> None:
 
 def test_old_versions_go_and_their_memory_is_used_again_but_not_while_somebody_reads_it() -> None:
     state = {"t": torch.zeros(1_000_000)}
-    with Source("tcp://127.0.0.1:0/a", state, keep=1, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, keep=1, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         first = next(iter(source._published.values())).segment
         files = {first._file}
@@ -245,15 +252,15 @@ def test_old_versions_go_and_their_memory_is_used_again_but_not_while_somebody_r
 
 def test_a_source_is_reached_by_the_name_of_its_machine() -> None:
     state, into = {"t": torch.ones(5)}, {"t": torch.zeros(5)}
-    with Source("tcp://localhost:0/a", state, timeout=TIMEOUT) as source:
+    with Source("tcp://localhost:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         assert source.address.startswith("tcp://localhost:")
         source.publish(1).result()
-        with Sink(source.address, into, timeout=TIMEOUT) as sink:
+        with Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             assert sink.take().step == 1 and into["t"].all()
         assert [sink_status.step for sink_status in source.report().sinks] == [1]
         assert CliRunner().invoke(cli, ["live", "-q", "status", source.address]).output == "1\n"
     with (
-        Sink("tcp://nobody.invalid:1/a", into, secret="s", timeout=0.5) as sink,
+        Sink("tcp://nobody.invalid:1/a", into, secret="s", job=ckpt.Job(timeout=0.5)) as sink,
         pytest.raises(DeadlineError, match=r"the name 'nobody\.invalid' .* leads nowhere"),
     ):
         sink.take()
@@ -262,10 +269,10 @@ def test_a_source_is_reached_by_the_name_of_its_machine() -> None:
 def test_a_sink_that_publishes_what_it_took_serves_the_next() -> None:
     first, second, third = ({"t": torch.full((70_000,), float(i))} for i in range(3))
     with (
-        Source("tcp://127.0.0.1:0/first", first, timeout=TIMEOUT) as source,
-        Sink(source.address, second, timeout=TIMEOUT) as sink,
-        Source("tcp://127.0.0.1:0/second", second, timeout=TIMEOUT) as relay,
-        Sink(relay.address, third, timeout=TIMEOUT) as leaf,
+        Source("tcp://127.0.0.1:0/first", first, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, second, job=ckpt.Job(timeout=TIMEOUT)) as sink,
+        Source("tcp://127.0.0.1:0/second", second, job=ckpt.Job(timeout=TIMEOUT)) as relay,
+        Sink(relay.address, third, job=ckpt.Job(timeout=TIMEOUT)) as leaf,
     ):
         version = None
         for step in (5, 6):
@@ -298,9 +305,9 @@ def test_a_version_that_is_dropped_while_it_is_taken_makes_room_for_the_next(
     monkeypatch.setenv("CKPT_LIVE_LOCAL", "off")
     state: dict[str, Any] = {"t": torch.ones(1000), "n": 1.0}
     into: dict[str, Any] = {"t": torch.zeros(1000), "n": 0.0}
-    with Source("tcp://127.0.0.1:0/a", state, keep=1, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, keep=1, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
-        with Sink(source.address, into, switch=switch, timeout=TIMEOUT) as sink:
+        with Sink(source.address, into, switch=switch, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             publish_before(monkeypatch, owner, method, state, source)
             assert sink.take() == sink.version
             assert sink.version is not None and sink.version.step == 2
@@ -309,9 +316,9 @@ def test_a_version_that_is_dropped_while_it_is_taken_makes_room_for_the_next(
 
 def test_whoever_has_taken_what_is_reported() -> None:
     state = {"t": torch.zeros(1000)}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
-        with Sink(source.address, {"t": torch.ones(1000)}, timeout=TIMEOUT) as sink:
+        with Sink(source.address, {"t": torch.ones(1000)}, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             version = sink.take()
             source.publish(2).result()
             (seen,) = source.report(1).sinks
@@ -337,9 +344,11 @@ def test_a_take_says_how_far_it_is_and_where_its_time_went(local: str, switch: A
     monkeypatch.setattr("ckpt.telemetry.progress.INTERVAL", 0.0)
     state = {f"t{i}": torch.full((1 << 20,), float(i)) for i in range(16)}
     total, counts = 64 << 20, []
-    with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, secret="s", job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
-        with Sink(source.address, {name: torch.zeros(1 << 20) for name in state}, secret="s", switch=switch, timeout=TIMEOUT) as sink:
+        with Sink(
+            source.address, {name: torch.zeros(1 << 20) for name in state}, secret="s", switch=switch, job=ckpt.Job(timeout=TIMEOUT)
+        ) as sink:
             sink.take(progress=lambda done, total: counts.append((done, total)))
             report = sink.report
             with pytest.raises(UsageError, match="progress= takes True or a function"):
@@ -363,7 +372,7 @@ def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, 
     counts: list[tuple[int, int]] = []
     total = sum(tensor.nbytes for tensor in model.state_dict().values())
     taken = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
-    with Source("tcp://127.0.0.1:0/a", state, secret="s", timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, secret="s", job=ckpt.Job(timeout=TIMEOUT)) as source:
         publication = source.publish(1, capture=capture, progress=lambda done, total: counts.append((done, total)))
         end = time.monotonic() + TIMEOUT
         while not publication.done() and time.monotonic() < end:
@@ -372,7 +381,7 @@ def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, 
         report = publication.report
         with pytest.raises(UsageError, match="progress= takes True or a function"):
             source.publish(2, progress=3)  # type: ignore[arg-type]
-        with Sink(source.address, {"m": taken}, strict=False, secret="s", timeout=TIMEOUT) as sink:
+        with Sink(source.address, {"m": taken}, strict=False, secret="s", job=ckpt.Job(timeout=TIMEOUT)) as sink:
             assert sink.take() == version, "each block has the digest of what was captured"
         assert all(torch.equal(tensor, taken[name]) for name, tensor in model.state_dict().items())
         assert source.publish(2).result().step == 2
@@ -388,16 +397,17 @@ def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, 
 _DYING_SINK = """
 import os, signal, sys, torch
 from ckpt.live import Sink
-sink = Sink(sys.argv[1], {"t": torch.zeros(9)}, secret="s", timeout=30)
+from ckpt.net.group import Job
+sink = Sink(sys.argv[1], {"t": torch.zeros(9)}, secret="s", job=Job(timeout=30))
 sink.take()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_sink_that_died_is_lost_and_late_and_one_that_was_closed_is_not() -> None:
-    with Source("tcp://127.0.0.1:0/a", {"t": torch.zeros(9)}, secret="s", timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", {"t": torch.zeros(9)}, secret="s", job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
-        with Sink(source.address, {"t": torch.ones(9)}, secret="s", timeout=TIMEOUT) as sink:
+        with Sink(source.address, {"t": torch.ones(9)}, secret="s", job=ckpt.Job(timeout=TIMEOUT)) as sink:
             sink.take()
         ended = subprocess.run([sys.executable, "-c", _DYING_SINK, source.address], check=False, timeout=4 * TIMEOUT)
         assert ended.returncode == -signal.SIGKILL
@@ -410,10 +420,10 @@ def test_a_sink_that_died_is_lost_and_late_and_one_that_was_closed_is_not() -> N
 
 def test_what_does_not_fit_is_said_at_once_and_changes_nothing() -> None:
     state = {"a": torch.zeros(3), "b": torch.zeros(4), "c": torch.zeros(5)}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         into = {"a": torch.ones(3, dtype=torch.float64), "b": torch.ones(9), "d": torch.ones(1)}
-        with Sink(source.address, into, timeout=TIMEOUT) as sink:
+        with Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             with pytest.raises(MismatchError) as caught:
                 sink.take()
             assert sink.version is None
@@ -435,19 +445,19 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(UsageError, match=r"'tcp://127.0.0.1:4000/' has no name"):
             make("tcp://127.0.0.1:4000/", state)
     with pytest.raises(UsageError, match="the state of the source is empty on all ranks"):
-        Source("tcp://127.0.0.1:0/a", {}, timeout=TIMEOUT)
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT, secret="right") as source:
+        Source("tcp://127.0.0.1:0/a", {}, job=ckpt.Job(timeout=TIMEOUT))
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT), secret="right") as source:
         with pytest.raises(AccessError, match="no secret is known"):
             Sink(source.address, state).take(timeout=0.2)
         with pytest.raises(AccessError, match="another secret"):
-            Sink(source.address, state, secret="wrong", timeout=TIMEOUT).take()
+            Sink(source.address, state, secret="wrong", job=ckpt.Job(timeout=TIMEOUT)).take()
         with pytest.raises(NotFoundError, match="there is no source 'b' here, but 'a'"):
-            Sink(source.address[:-1] + "b", state, secret="right", timeout=TIMEOUT).take()
+            Sink(source.address[:-1] + "b", state, secret="right", job=ckpt.Job(timeout=TIMEOUT)).take()
         with pytest.raises(DeadlineError, match="has no version yet"):
-            Sink(source.address, state, secret="right", timeout=TIMEOUT).take(timeout=0.1)
+            Sink(source.address, state, secret="right", job=ckpt.Job(timeout=TIMEOUT)).take(timeout=0.1)
         monkeypatch.setenv("CKPT_LIVE_SECRET", "right")
         source.publish(1).result()
-        with Sink(source.address, state, timeout=TIMEOUT) as sink:
+        with Sink(source.address, state, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             assert sink.take().step == 1
             with pytest.raises(UsageError, match="newer_than= is a version, not 1"):
                 sink.take(newer_than=1)  # type: ignore[arg-type]
@@ -473,13 +483,13 @@ def test_what_cannot_be_meant_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(UsageError, match=message):
             Source("tcp://127.0.0.1:0/a", **{"state": state, **given})
     with pytest.raises(DeadlineError, match="cannot be reached"):
-        Sink(source.address, state, timeout=2).take()
+        Sink(source.address, state, job=ckpt.Job(timeout=2)).take()
 
 
 def test_the_secret_of_a_source_is_for_its_account_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     state = {"t": torch.zeros(3)}
-    with Source("tcp://127.0.0.1:0/a b", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a b", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         (file,) = (p for p in tmp_path.rglob("*") if p.is_file())
         assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
         file.chmod(0o644)
@@ -492,12 +502,12 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
     state = {"t": torch.zeros(3)}
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "nowhere"))
     with pytest.raises(AccessError, match="(?s)secret cannot be left.*CKPT_LIVE_SECRET") as caught:
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT))
     assert "XDG_RUNTIME_DIR" in str(caught.value)
     (tmp_path / f"ckpt-live-{os.getuid()}").write_text("a file in the place of the folder")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
-        Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT))
     with pytest.raises(AccessError, match="CKPT_LIVE_SECRET"):
         Sink("tcp://127.0.0.1:9/a", state).take()
     if os.getuid() == 0:  # a folder of somebody else
@@ -505,7 +515,7 @@ def test_a_secret_that_has_no_place_is_an_error_that_says_what_to_do(tmp_path: P
         (tmp_path / f"ckpt-live-{os.getuid()}").mkdir(mode=0o700)
         os.chown(tmp_path / f"ckpt-live-{os.getuid()}", 12345, 12345)
         with pytest.raises(AccessError, match="others than this account"):
-            Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT)
+            Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT))
 
 
 def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
@@ -515,7 +525,10 @@ def test_values_of_single_ranks_and_tied_tensors_come_along() -> None:
     state = {"a": shared, "b": shared, "own": ckpt.PerRank({"seed": 7, "t": torch.full((3,), 5.0)})}
     here = torch.zeros(6)
     into: dict[str, Any] = {"a": here, "b": here, "own": ckpt.PerRank({"seed": 0, "t": torch.zeros(3)})}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source, Sink(source.address, into, timeout=TIMEOUT) as sink:
+    with (
+        Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source,
+        Sink(source.address, into, job=ckpt.Job(timeout=TIMEOUT)) as sink,
+    ):
         version = source.publish(1).result()
         assert sink.take() == version
         assert torch.equal(here, shared) and into["own"].value["seed"] == 7 and bool((into["own"].value["t"] == 5).all())
@@ -536,7 +549,7 @@ def test_the_helpers_see_a_mix() -> None:
 def test_a_forked_process_can_neither_publish_nor_end_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     state = {"x": torch.arange(4.0)}
-    with Source("tcp://127.0.0.1:0/forked", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/forked", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         child = os.fork()
         if not child:
             try:
@@ -548,7 +561,7 @@ def test_a_forked_process_can_neither_publish_nor_end_the_source(tmp_path: Path,
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         source.publish(2).result()
         target = {"x": torch.zeros(4)}
-        with Sink(source.address, target, timeout=TIMEOUT) as sink:  # by the secret of the file, which is still there
+        with Sink(source.address, target, job=ckpt.Job(timeout=TIMEOUT)) as sink:  # by the secret of the file, which is still there
             assert sink.take().step == 2
         assert torch.equal(target["x"], state["x"])
 
@@ -556,10 +569,10 @@ def test_a_forked_process_can_neither_publish_nor_end_the_source(tmp_path: Path,
 def test_an_engine_that_polls_and_is_closed_has_left() -> None:
     """A take that found nothing newer in time has not ended its connection; and one that broke off is made up for."""
     state = {"t": torch.arange(3.0)}
-    with Source("tcp://127.0.0.1:0/a", state, timeout=TIMEOUT) as source:
+    with Source("tcp://127.0.0.1:0/a", state, job=ckpt.Job(timeout=TIMEOUT)) as source:
         source.publish(1).result()
         for breaks in (False, True):
-            sink = Sink(source.address, {"t": torch.zeros(3)}, timeout=TIMEOUT)
+            sink = Sink(source.address, {"t": torch.zeros(3)}, job=ckpt.Job(timeout=TIMEOUT))
             version = sink.take()
             with pytest.raises(DeadlineError, match="no version newer"):
                 sink.take(newer_than=version, timeout=0.2)
@@ -581,7 +594,7 @@ def test_an_engine_that_starts_before_its_trainer_waits_for_it(tmp_path: Path, m
         address = f"tcp://127.0.0.1:{port}/a"
         into = {"t": torch.zeros(3)}
         began, started = time.monotonic(), list[Source]()
-        with Sink(address, into, secret=secret, relay=True, timeout=TIMEOUT) as sink:
+        with Sink(address, into, secret=secret, relay=True, job=ckpt.Job(timeout=TIMEOUT)) as sink:
             with pytest.raises(CkptError, match="no secret is known" if secret is None else "cannot be reached"):
                 sink.take(timeout=1.5)
             assert time.monotonic() - began >= 1.5
@@ -590,7 +603,7 @@ def test_an_engine_that_starts_before_its_trainer_waits_for_it(tmp_path: Path, m
 
             def start(step: int) -> None:
                 time.sleep(1.5)  # by then, a connection that was refused was given up before
-                started.append(Source(address, {"t": torch.full((3,), float(step))}, secret=secret, timeout=TIMEOUT))
+                started.append(Source(address, {"t": torch.full((3,), float(step))}, secret=secret, job=ckpt.Job(timeout=TIMEOUT)))
                 started[-1].publish(step).result()
 
             trainer = threading.Thread(target=start, args=(1,))
@@ -605,12 +618,12 @@ def test_an_engine_that_starts_before_its_trainer_waits_for_it(tmp_path: Path, m
             start(2)
             assert sink.take(timeout=60).step == 2 and into["t"].tolist() == [2, 2, 2]
             if secret is None:
-                with Sink(address, {"t": torch.zeros(3)}, relay=True, timeout=TIMEOUT) as other:  # also by way of the first
+                with Sink(address, {"t": torch.zeros(3)}, relay=True, job=ckpt.Job(timeout=TIMEOUT)) as other:  # also by way of the first
                     assert other.take(timeout=60).step == 2
             started[1].close()
 
     at_once(check, zip(("s", None), free_ports(2), strict=True))
     # of another machine: no secret will come here
-    elsewhere = Sink("tcp://192.0.2.1:1/a", {"t": torch.zeros(3)}, timeout=TIMEOUT)
+    elsewhere = Sink("tcp://192.0.2.1:1/a", {"t": torch.zeros(3)}, job=ckpt.Job(timeout=TIMEOUT))
     with pytest.raises(AccessError, match="no secret is known"):
         elsewhere.take()

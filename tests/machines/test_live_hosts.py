@@ -37,7 +37,9 @@ def publish(group: dist.ProcessGroup, address: str) -> None:
     rows = slice(rank * SHAPE[0] // 2, (rank + 1) * SHAPE[0] // 2)
     state = {"w": whole(1)[rows].clone()}
     layout = ckpt.Layout({"dp": 2}, [("w", ckpt.Shard(0, "dp"))])
-    with ckpt.live.Source(f"tcp://{address}:0/hosts", state, layout=layout, process_group=group, secret="s", timeout=TIMEOUT) as source:
+    with ckpt.live.Source(
+        f"tcp://{address}:0/hosts", state, layout=layout, job=ckpt.Job(process_group=group, timeout=TIMEOUT), secret="s"
+    ) as source:
         if rank == 0:
             _put("address", source.address)
         for version in (1, 2, 3):
@@ -52,7 +54,7 @@ def take(group: dist.ProcessGroup) -> tuple[int, str, float, bool, bool]:
     """The bytes that came with the second version; what was said of the third while a host was cut off, in how many seconds, whether the
     second was whole then, and whether the third came once the host was back."""
     state = {"w": torch.zeros(SHAPE)}
-    with ckpt.live.Sink(_get("address"), state, process_group=group, secret="s", timeout=TIMEOUT) as sink:
+    with ckpt.live.Sink(_get("address"), state, job=ckpt.Job(process_group=group, timeout=TIMEOUT), secret="s") as sink:
         sink.take(timeout=30)
         _put("taken-1")
         _get("published-2")
@@ -106,7 +108,9 @@ def publish_to_two(group: dist.ProcessGroup, address: str) -> tuple[list[str], f
     state = {"w": whole(1, LARGE)[rows].clone()}
     layout = ckpt.Layout({"dp": 2}, [("w", ckpt.Shard(0, "dp"))])
     states, seconds = list[str](), 0.0
-    with ckpt.live.Source(f"tcp://{address}:0/hosts", state, layout=layout, process_group=group, secret="s", timeout=TIMEOUT) as source:
+    with ckpt.live.Source(
+        f"tcp://{address}:0/hosts", state, layout=layout, job=ckpt.Job(process_group=group, timeout=TIMEOUT), secret="s"
+    ) as source:
         if rank == 0:
             _put("address", source.address)
         for version in (1, 2, 3):
@@ -128,7 +132,7 @@ def publish_to_two(group: dist.ProcessGroup, address: str) -> tuple[list[str], f
 def take_three(group: dist.ProcessGroup) -> list[bool]:
     """A sink that nobody cuts off: whether it got each version."""
     state, right = {"w": torch.zeros(LARGE)}, []
-    with ckpt.live.Sink(_get("address"), state, process_group=group, secret="s", timeout=TIMEOUT) as sink:
+    with ckpt.live.Sink(_get("address"), state, job=ckpt.Job(process_group=group, timeout=TIMEOUT), secret="s") as sink:
         for version in (1, 2, 3):
             sink.take(newer_than=sink.version, timeout=30)
             right.append(torch.equal(state["w"], whole(version, LARGE)))
@@ -149,7 +153,7 @@ def take_and_be_cut_off(group: dist.ProcessGroup) -> tuple[str, float, bool, boo
             _get("cut")
         real(client, view, digest)
 
-    with ckpt.live.Sink(_get("address"), state, process_group=group, secret="s", timeout=TIMEOUT) as sink:
+    with ckpt.live.Sink(_get("address"), state, job=ckpt.Job(process_group=group, timeout=TIMEOUT), secret="s") as sink:
         first = sink.take(timeout=30)
         _put("victim-1")
         _get("published-2")

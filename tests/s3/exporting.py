@@ -35,7 +35,7 @@ def export_model(environment: dict[str, str], url: str, seed: int, options: dict
     os.environ.update(environment)
     S3Backend.__init__.__kwdefaults__["part"] = PART
     state, layout = model(seed)
-    return export(url, state, layout=layout, timeout=60, **options)
+    return export(url, state, layout=layout, job=ckpt.Job(timeout=60), **options)
 
 
 def die_at_request(environment: dict[str, str], url: str, seed: int, rank: int, operation: str) -> None:
@@ -52,4 +52,4 @@ def die_at_request(environment: dict[str, str], url: str, seed: int, rank: int, 
 
     on_request(note)
     state, layout = model(seed)
-    export(url, state, layout=layout, timeout=8)
+    export(url, state, layout=layout, job=ckpt.Job(timeout=8))

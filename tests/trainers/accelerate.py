@@ -64,7 +64,7 @@ class Used(Job):
 
     def save(self, url: str) -> None:
         self.accelerator.save_state(url if self.named else None)  # type: ignore[attr-defined]
-        self.checkpoints.wait()  # type: ignore[attr-defined]
+        self.checkpoints.checkpointer.wait()  # type: ignore[attr-defined]
         files = {file for _, _, files in os.walk(url) for file in files}
         assert not [file for file in files if file.endswith((".bin", ".pkl", ".pt", ".distcp"))], files
 

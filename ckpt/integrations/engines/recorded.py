@@ -29,7 +29,7 @@ from ckpt import settings, units
 from ckpt.api import open as open_checkpoint
 from ckpt.errors import CoverageError, NamesError, StateError, TornError, UsageError
 from ckpt.live import Sink, Version
-from ckpt.net.group import current_group
+from ckpt.net.group import Job, current_group
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Boxes
@@ -42,7 +42,7 @@ from .recording import LoadWeights, Recording, ValueNeededError, record_writes
 from .resolving import DirectPart, EngineMemory, ParameterMemory, Parameters, Resolution, left_over, overlap, placed_write, resolve
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    pass
 
 
 class TensorDescription(Protocol):
@@ -273,7 +273,7 @@ class EngineSink:
             those of the source's first version, which the first ``take`` hears of and records then.
         only, rename: as for ``ckpt.load``: the source's names → the checkpoint's.
         names, convention, numbers: as for ``ckpt.live.Sink``: how the source's names are translated into the checkpoint's.
-        process_group, secret, timeout: as for ``ckpt.live.Sink``.
+        secret, job: as for ``ckpt.live.Sink``.
 
     Raises:
         as :func:`record` and ``ckpt.live.Sink``.
@@ -294,9 +294,8 @@ class EngineSink:
         stage: str | Sequence[str] = (),
         optional: str | Sequence[str] = (),
         after: Callable[[], object] | None = None,
-        process_group: ProcessGroup | None = None,
         secret: str | bytes | None = None,
-        timeout: float | None = None,
+        job: Job | None = None,
     ) -> None:
         def record_weights(names: str | os.PathLike[str] | Mapping[str, TensorDescription]) -> Recorded:
             return record(load_weights, names, into, stage=stage, optional=optional, after=after)
@@ -307,11 +306,10 @@ class EngineSink:
         if checkpoint is not None:
             self._recorded = record_weights(checkpoint)
             self._state.update(self._recorded.state)
-        self._timeout = settings.timeout(timeout)
+        self._timeout = settings.timeout(Job.of(job).timeout)
         self._sink = Sink(
             address,
             self._state,
-            process_group=process_group,
             only=only,
             rename=rename,
             names=names,
@@ -319,7 +317,7 @@ class EngineSink:
             numbers=numbers,
             cast=True,
             secret=secret,
-            timeout=timeout,
+            job=job,
         )
         self._unfinished = False
 
