@@ -99,7 +99,11 @@ class Column:
         cell = self.cells[row]
         if width(cell) <= self.width:
             return [cell]
-        return _wrapped(cell, self.width) if self.free else [_shortened(cell, self.width)]
+        if self.free:
+            # The text in lines of at most ``limit``, broken between words; a word that is longer is broken anywhere
+            text, name = split_styled(cell)
+            return [style(line, name) for line in wrap(text, self.width, break_on_hyphens=False)]
+        return [_shortened(cell, self.width)]
 
 
 def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None) -> Iterator[str]:
@@ -153,12 +157,6 @@ def _shortened(cell: str, limit: int) -> str:
     text, name = split_styled(cell)
     front = (limit - 1) // 3
     return style(f"{text[:front]}…{text[len(text) - (limit - 1 - front) :]}", name)
-
-
-def _wrapped(cell: str, limit: int) -> list[str]:
-    """The text in lines of at most ``limit``, broken between words; a word that is longer is broken anywhere."""
-    text, name = split_styled(cell)
-    return [style(line, name) for line in wrap(text, limit, break_on_hyphens=False)]
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])

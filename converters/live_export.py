@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from ckpt import settings, units
 from ckpt.converters.mapping.translation import changed
 from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
 from ckpt.engine.save.job import wait_for_pending_save
-from ckpt.engine.save.leader import grouped
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.delta_manifest import MANIFEST
 from ckpt.formats.deltas import Base, open_base
@@ -25,12 +24,13 @@ from ckpt.net.group import Job, current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
-from ckpt.plan.tables import Table, join_tables, split_tables, whole_where_present
+from ckpt.plan.tables import Table, grouped, join_tables, split_tables, whole_where_present
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
-from ckpt.state.subclasses import dequantized, is_wrapper
+from ckpt.state.dtensor import is_wrapper
+from ckpt.state.subclasses import dequantized
 from ckpt.state.torch_objects import tensors_of
 from ckpt.text import parse_json, url_text
 
@@ -92,7 +92,17 @@ class Export:
         scheme_of(call.url)
         root, name = parent_and_name(call.url) if TARGET.one_file(call.url) else (call.url, None)
         named = state if isinstance(state, dict) else {"model": state}
-        _refuse_adapters(named.values(), call.url)
+        # Raise UsageError for a model of PEFT: nobody loads its weights by the names that they have in it
+        parts = named.values()
+        modules = (module for part in parts if hasattr(part, "named_parameters") and hasattr(part, "modules") for module in part.modules())
+        if any(type(module).__module__.startswith("peft.") for module in modules):
+            raise UsageError(
+                "the model has adapters of PEFT, and neither from_pretrained nor PEFT knows its weights by the names that they have in it",
+                where=call.url,
+                hint="write the adapter with model.save_pretrained(DIRECTORY), and the merged model with "
+                "`ckpt lora merge BASE DIRECTORY OUT`; "
+                'or export the tensors under these names: {"model": model.state_dict()}',
+            )
         if options.dequantize:
             named = {key: _dequantized(value, key) for key, value in named.items()}
         self.call = call
@@ -229,18 +239,6 @@ def _dequantized(value: Any, path: str) -> Any:
         if is_wrapper(tensor):
             made[id(tensor)] = made.get(id(tensor), dequantized(tensor, f"{path}.{name}"))
     return {name: made.get(id(tensor), tensor) for name, tensor in tensors.items()} if made else value
-
-
-def _refuse_adapters(parts: Iterable[object], url: str) -> None:
-    """Raise UsageError for a model of PEFT: nobody loads its weights by the names that they have in it."""
-    modules = (module for part in parts if hasattr(part, "named_parameters") and hasattr(part, "modules") for module in part.modules())
-    if any(type(module).__module__.startswith("peft.") for module in modules):
-        raise UsageError(
-            "the model has adapters of PEFT, and neither from_pretrained nor PEFT knows its weights by the names that they have in it",
-            where=url,
-            hint="write the adapter with model.save_pretrained(DIRECTORY), and the merged model with `ckpt lora merge BASE DIRECTORY OUT`; "
-            'or export the tensors under these names: {"model": model.state_dict()}',
-        )
 
 
 def _discard(files: RankFiles | DeltaRecorder, call: Call) -> None:

@@ -323,17 +323,14 @@ class Archive:
     def starts(self, storages: Sequence[StoredStorage]) -> list[int]:
         """Where in the file the bytes of these storages begin. Reads their local headers, near ones together; each once."""
         wanted = {s.key: self._record(s) for s in storages if s.key not in self._starts}
-        self._starts |= self._located(wanted)
-        return [self._starts[s.key] for s in storages]
-
-    def _located(self, wanted: dict[str, ZipRecord]) -> dict[str, int]:
         window = self._window
         if len(wanted) == 1:
             headers = [window.read(r.header, header_length(r)) for r in wanted.values()]
         else:
             headers = read_ranges(self._backend, [Range(window.path, window.start + r.header, header_length(r)) for r in wanted.values()])
         located = zip(wanted.items(), headers, strict=True)
-        return {key: window.start + data_offset(record, header, self.where) for (key, record), header in located}
+        self._starts |= {key: window.start + data_offset(record, header, self.where) for (key, record), header in located}
+        return [self._starts[s.key] for s in storages]
 
     def _record(self, storage: StoredStorage) -> ZipRecord:
         record = self._records.get(f"data/{storage.key}")

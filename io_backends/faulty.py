@@ -98,7 +98,13 @@ class FaultyProcess:
             with suppress(CkptError):  # the answer is lost, an error too
                 self._run(effect)
         if fault.kind == "crash":
-            self._crash(fault, what)
+            with self._lock:
+                self._crashed_at = what
+                lost = tuple(self._unsynced) if fault.lose_unsynced else ()
+                self._unsynced.clear()
+            chance = random.Random(fault.seed)
+            for writer in lost:
+                writer.lose(chance)
         raise _failure(fault, what)
 
     def _begin(self, what: str, *, is_write: bool) -> Fault | None:
@@ -123,15 +129,6 @@ class FaultyProcess:
             raise
         self.check_alive()
         return result
-
-    def _crash(self, fault: Fault, what: str) -> None:
-        with self._lock:
-            self._crashed_at = what
-            lost = tuple(self._unsynced) if fault.lose_unsynced else ()
-            self._unsynced.clear()
-        chance = random.Random(fault.seed)
-        for writer in lost:
-            writer.lose(chance)
 
     def opened(self, writer: FaultyWriter) -> None:
         """Remember a Writer until it is committed or aborted."""

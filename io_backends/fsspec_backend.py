@@ -285,7 +285,13 @@ class FsspecBackend(Backend):
     def delete(self, path: str) -> None:
         """See ``Backend.delete``. Empty directories go where ``rmdir`` is known to be safe; elsewhere they may stay."""
         key = self._place.key(path)
-        self._check_no_link(path)
+        parts = path.split("/") if self._place.on_this_machine() is not None else []
+        for parent in accumulate(parts[:-1], "{}/{}".format):
+            target = self.link(parent)
+            if target is not None:
+                message = f"nothing is removed beyond a symbolic link, and this is one to {target}"
+                hint = "remove the link itself, or what is behind it by its own path"
+                raise StorageError(message, where=self._place.where(parent), hint=hint)
         with self._place.errors(self._place.where(path), "delete"):
             if self._place.on_this_machine(path) is not None and self.link(path) is not None:
                 self._fs.rm_file(key)
@@ -294,15 +300,6 @@ class FsspecBackend(Backend):
                     self._fs.rm_file(key)
             if self._place.speaks(STRICT_RMDIR):
                 self._prune(key.rpartition("/")[0])
-
-    def _check_no_link(self, path: str) -> None:
-        parts = path.split("/") if self._place.on_this_machine() is not None else []
-        for parent in accumulate(parts[:-1], "{}/{}".format):
-            target = self.link(parent)
-            if target is not None:
-                message = f"nothing is removed beyond a symbolic link, and this is one to {target}"
-                hint = "remove the link itself, or what is behind it by its own path"
-                raise StorageError(message, where=self._place.where(parent), hint=hint)
 
     def link(self, path: str = "") -> str | None:
         """See ``Backend.link``: links of this machine's file systems are known, whatever name fsspec has for these."""

@@ -119,16 +119,13 @@ def opened(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         raise UsageError(f"{scheme}:// needs a package that is not installed", where=url, hint=hint) from err
     options = {**fsspec_config(*protocols_of(cls)), **options}
     with fsspec_errors(url, "open the file system", conceal=secrets_of(options)):
-        merged = _with_parts_of(url, cls._get_kwargs_from_urls(url), options)
+        # Options, and what the URL says of host, user or account
+        parts = cls._get_kwargs_from_urls(url)
+        for name, value in parts.items():
+            if options.get(name) not in (None, value):
+                raise UsageError(f"the URL and the storage option {name} differ", where=url, hint="leave one of them out")
+        merged = {**options, **parts}
         return _kept(cls, merged), str(cls._strip_protocol(url))
-
-
-def _with_parts_of(url: str, parts: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options, and what the URL says of host, user or account."""
-    for name, value in parts.items():
-        if options.get(name) not in (None, value):
-            raise UsageError(f"the URL and the storage option {name} differ", where=url, hint="leave one of them out")
-    return {**options, **parts}
 
 
 def _kept(cls: Any, options: dict[str, Any]) -> Any:

@@ -109,7 +109,12 @@ class S3SharedObject(S3Writer):
 def put_if(key: Key, data: bytes, expected: bytes | None) -> None:
     """``Backend.put_if`` for one key."""
     if not conditional(key):
-        _put_after_comparing(key, data, expected)
+        # Look, then write, then look again: what another writer does in between is found out late, or not at all
+        if stored(key)[0] != expected:
+            raise put_conflict(key.where, expected)
+        put(key, data, {}, checks_of(key))
+        if stored(key)[0] != data:
+            raise put_conflict(key.where, data, "another writer replaced it at once")
     elif expected is None:
         put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
     else:
@@ -134,15 +139,6 @@ def _replace(key: Key, data: bytes, etag: str) -> None:
             raise
         put(key, data, {"IfMatch": bare}, checks_of(key))
         key.client.bare_tags.add(key.bucket)
-
-
-def _put_after_comparing(key: Key, data: bytes, expected: bytes | None) -> None:
-    """Look, then write, then look again: what another writer does in between is found out late, or not at all."""
-    if stored(key)[0] != expected:
-        raise put_conflict(key.where, expected)
-    put(key, data, {}, checks_of(key))
-    if stored(key)[0] != data:
-        raise put_conflict(key.where, data, "another writer replaced it at once")
 
 
 _SCHEME = "s3://"

@@ -345,24 +345,21 @@ class S3Client:
         # If it never has, nobody waits for others; but whoever mends the settings and calls again in this process has
         # them read.
         if is_stale_key(err) or (is_refused(err) and self._store.accepted):
-            return self._renew(boto)
+            # Look credentials up anew; False if that was done just now and did not help
+            with self._lock:
+                # Many threads meet an expired key at once. The first one looks for new credentials; the others find
+                # another client in its place and simply try again.
+                if self._boto is not boto:
+                    return True  # another thread did
+                if time.monotonic() - self._renewed < _RENEW:
+                    return False
+                self._renewed = time.monotonic()
+                self._boto = None
+                return True
         if is_refused(err):
             with self._lock:
                 self._boto = None if self._boto is boto else self._boto
         return False
-
-    def _renew(self, boto: Any) -> bool:
-        """Look credentials up anew; False if that was done just now and did not help."""
-        with self._lock:
-            # Many threads meet an expired key at once. The first one looks for new credentials; the others find
-            # another client in its place and simply try again.
-            if self._boto is not boto:
-                return True  # another thread did
-            if time.monotonic() - self._renewed < _RENEW:
-                return False
-            self._renewed = time.monotonic()
-            self._boto = None
-            return True
 
 
 def _make(stall: float, options: S3Options = DEFAULT) -> Any:

@@ -478,7 +478,14 @@ class Tries:
             raise CancelledError(f"cannot {self.what}: it was given up", where=self.where) from err
         without_tags = isinstance(err, NoTagError) and not self._store.tagged
         if is_changed(err) or without_tags or (code_of(err) == "SignatureDoesNotMatch" and self._store.accepted):
-            self._again_unchanged(err)
+            # A changed body breaks its checksum, a changed header the signature; half a head has no ETag
+            # Time does not help: a few tries do, or nothing does.
+            self._changed += 1
+            if self._changed >= MOST_CHANGED:
+                raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err
+            checks.count(throttled=False)
+            log.warning("cannot %s %s: %s; sending it again", self.what, self.where, words_of(err))
+            time.sleep(random.uniform(FIRST / 2, FIRST))
             return
         trying = time.monotonic() - self._began
         if not is_passing(err) or trying >= self._patience_for(err):
@@ -491,16 +498,6 @@ class Tries:
         # back at the same moment.
         longest = min(LONGEST, FIRST * 2.0 ** min(self.failed - 1, 16), max(FIRST, self._patience - trying))
         time.sleep(random.uniform(longest / 2, longest))
-
-    def _again_unchanged(self, err: Exception) -> None:
-        """A changed body breaks its checksum, a changed header the signature; half a head has no ETag."""
-        # Time does not help: a few tries do, or nothing does.
-        self._changed += 1
-        if self._changed >= MOST_CHANGED:
-            raise translated(err, self.what, self.where, tries=self.failed, options=self._store.options) from err
-        checks.count(throttled=False)
-        log.warning("cannot %s %s: %s; sending it again", self.what, self.where, words_of(err))
-        time.sleep(random.uniform(FIRST / 2, FIRST))
 
     def _patience_for(self, err: Exception) -> float:
         if self._store.reached or isinstance(err, ClientError):

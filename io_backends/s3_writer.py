@@ -316,18 +316,15 @@ class S3Writer(WriterBase):
 
     def _make_durable(self) -> None:
         if self.single:
-            self._put_single()
+            data = self._gathered[0].memory if self._size else b""
+            self._perhaps_there = True
+            try:
+                put(self._key, data, self._condition, checks_of(self._key), self._mark)
+            except ConflictError as err:
+                self._perhaps_there = False
+                raise self._taken() from err
         else:
             self._complete()
-
-    def _put_single(self) -> None:
-        data = self._gathered[0].memory if self._size else b""
-        self._perhaps_there = True
-        try:
-            put(self._key, data, self._condition, checks_of(self._key), self._mark)
-        except ConflictError as err:
-            self._perhaps_there = False
-            raise self._taken() from err
 
     def _complete(self) -> None:
         parts = [self._confirmed(n) for n in range(-(-self._size // self._part))]

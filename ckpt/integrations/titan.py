@@ -170,7 +170,9 @@ class CheckpointManager:
         if latest is None and path is None:
             return False
         model_only = self.config.initial_load_model_only if latest is None else latest == 0
-        only = self._wanted(state, model_only=model_only)
+        # What to load, as globs; None for everything
+        names = [MODEL] if model_only else [name for name in state if name not in self.config.exclude_from_loading]
+        only = None if len(names) == len(state) else [name if isinstance(state[name], PerRank) else f"{name}.*" for name in names]
         if latest is None and path is not None:
             load_checkpoint(path, state, only=only)
         else:
@@ -200,11 +202,6 @@ class CheckpointManager:
     def _put(self, loaded: Mapping[str, Any]) -> None:
         for part in self.model_parts:  # also where the parts' own tensors were filled: others may be copies
             part.load_state_dict({name: loaded[name] for name in part.state_dict() if name in loaded}, strict=False)
-
-    def _wanted(self, state: Mapping[str, Any], *, model_only: bool) -> list[str] | None:
-        """What to load, as globs; None for everything."""
-        names = [MODEL] if model_only else [name for name in state if name not in self.config.exclude_from_loading]
-        return None if len(names) == len(state) else [name if isinstance(state[name], PerRank) else f"{name}.*" for name in names]
 
     def save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001  torchtitan's
         """Save if it is time to; whether it was.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -225,7 +225,11 @@ class LiveCatalog(CatalogDefaults):
     @property
     def backend(self) -> Backend:
         """Refused: nothing of it is stored."""
-        return self._refuse()
+        raise UsageError(
+            "the tensors of a live state lie in the memory of ranks: nothing of them can be read before they are moved",
+            where=self.url,
+            hint="where names= makes one parameter of several, leave the optimizer out: nobody can see whether their steps are equal",
+        )
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
         """How long each chunk is; it is in no file, and its bytes have no digest yet."""
@@ -235,13 +239,6 @@ class LiveCatalog(CatalogDefaults):
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
         """The same for chunks of many tensors."""
         return [self.extents(entry, [chunk])[0] for entry, chunk in wanted]
-
-    def _refuse(self) -> NoReturn:
-        raise UsageError(
-            "the tensors of a live state lie in the memory of ranks: nothing of them can be read before they are moved",
-            where=self.url,
-            hint="where names= makes one parameter of several, leave the optimizer out: nobody can see whether their steps are equal",
-        )
 
 
 # Versions of a live state, and the manifest that says what one consists of. JSON, nothing is unpickled.

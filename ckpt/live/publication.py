@@ -18,8 +18,7 @@ import torch
 from ckpt import units
 from ckpt.engine.devices import refuse_in_graph
 from ckpt.engine.save.capture import Capture
-from ckpt.engine.save.leader import grouped
-from ckpt.engine.save.plan import RankPlan, plan_image, replicated_chunks
+from ckpt.engine.save.plan import RankPlan, plan_image
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.engine.save.staging import CaptureFence, Outcome, Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
@@ -27,8 +26,8 @@ from ckpt.errors import ConsistencyError, DeadlineError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.plan import tree
-from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.plan.tables import Table, join_tables, split_tables
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign, replicated_chunks
+from ckpt.plan.tables import Table, grouped, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.state import lazy
 from ckpt.state.collect import Collected

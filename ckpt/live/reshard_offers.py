@@ -27,9 +27,7 @@ import xxhash
 from ckpt import units
 from ckpt.engine.devices import settle_devices
 from ckpt.engine.load.fill import LoadJob
-from ckpt.engine.save.capture import Sample, sample_of
-from ckpt.engine.save.leader import grouped, grouped_parts
-from ckpt.engine.save.plan import replicated_chunks
+from ckpt.engine.save.capture import sample_of
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
 from ckpt.net.call import Call
@@ -41,8 +39,8 @@ from ckpt.net.shared_memory import machine
 from ckpt.plan import machines, tree
 from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.layout.partition import numbers_in, runs_of
-from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
-from ckpt.plan.tables import Table, join_tables, split_tables, tables_from_bytes, tables_to_bytes
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign, replicated_chunks
+from ckpt.plan.tables import Table, grouped, grouped_parts, join_tables, split_tables, tables_from_bytes, tables_to_bytes
 from ckpt.plan.values import join_values
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
@@ -78,7 +76,7 @@ class OldMemory:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
-        self._before = self._count_and_address(), self._sample()
+        self._before = self._count_and_address(), (None if reads_otherwise(self.memory) else sample_of(raw_view(self.memory)))
 
     def changed(self) -> bool:
         counted, sample = self._before
@@ -88,9 +86,6 @@ class OldMemory:
 
     def _count_and_address(self) -> tuple[int, int]:
         return 0 if self.memory.is_inference() else self.memory._version, self.memory.data_ptr()
-
-    def _sample(self) -> Sample | None:
-        return None if reads_otherwise(self.memory) else sample_of(raw_view(self.memory))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -127,20 +127,17 @@ class ControlChannel:
             self._set(name, row)
             row = b""
         if self._position == 0:
-            self._remember_rows()
+            for team in range(-(-self._size // TEAM)):
+                self._remember(self._key(f"{self.turn}/rows/{team}"))
+                self._remember(self._key(f"beats/{team}"))
+            self._remember(self._key(f"{self.turn}/here"))
+            self._remember(self._key("heard"))
+            self._remember(self._key("signed"))
         # The order is what makes polling safe: the row is out before the mark, so whoever sees the mark finds the
         # row.
         self._store.append(self._key(f"{self.turn}/rows/{self._position // TEAM}"), _FRAME.pack(mark, len(row)) + row)
         if self._size > FEW:
             self._store.append(self._key(f"{self.turn}/here"), _HERE.pack(mark))
-
-    def _remember_rows(self) -> None:
-        for team in range(-(-self._size // TEAM)):
-            self._remember(self._key(f"{self.turn}/rows/{team}"))
-            self._remember(self._key(f"beats/{team}"))
-        self._remember(self._key(f"{self.turn}/here"))
-        self._remember(self._key("heard"))
-        self._remember(self._key("signed"))
 
     def here(self) -> tuple[list[int], bool]:
         """Leader: who has posted a row in this turn, and whether one of them failed."""

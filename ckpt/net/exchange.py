@@ -112,7 +112,12 @@ class Exchange:
 
     def start(self) -> None:
         """Before the first turn."""
-        self._copy_own()
+        # What a rank has for itself needs no connection
+        out, into = self.outgoing.pop(self.me, None), self.incoming.pop(self.me, None)
+        if (out.size if out else 0) != (into.size if into else 0):
+            raise ConsistencyError(f"rank {self.me} does not expect what it has for itself")
+        if isinstance(out, Views) and isinstance(into, Views):
+            into.fill(out)
         if self.port.listener is not None:
             self.port.listener.attach(self.selector)
         self.selector.register(self.woken, selectors.EVENT_READ, self.woken)
@@ -149,14 +154,6 @@ class Exchange:
         self.selector.close()
         self.woken.close()
         self.waker.close()
-
-    def _copy_own(self) -> None:
-        """What a rank has for itself needs no connection."""
-        out, into = self.outgoing.pop(self.me, None), self.incoming.pop(self.me, None)
-        if (out.size if out else 0) != (into.size if into else 0):
-            raise ConsistencyError(f"rank {self.me} does not expect what it has for itself")
-        if isinstance(out, Views) and isinstance(into, Views):
-            into.fill(out)
 
     # ---- connections
 
@@ -316,10 +313,7 @@ class Exchange:
                 f"nothing moved to or from {ranks_text(silent)} for {self.port.timeout:g} s" + (f" ({tried})" if tried else ""),
                 hint="look whether they died or hang; a larger timeout= gives a slow network more time",
             )
-        self._look_for_failures(now)
-
-    def _look_for_failures(self, now: float) -> None:
-        """While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed."""
+        # While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed.
         # A connected rank that dies closes its socket. Of the others only the job's store can tell, and asking costs
         # a round trip, so it is asked seldom: each second, and less often in very large jobs.
         apart = bool(self.queue or self.dialer.dials) or any((self.number, rank) not in self.port.met for rank in self.incoming)

@@ -102,7 +102,13 @@ class Peers:
         if not self._busy.acquire(blocking=False):
             raise UsageError("an exchange is going on already", hint="wait for it")
         try:
-            self._check_usable([*outgoing, *incoming])
+            ranks = [*outgoing, *incoming]
+            if self._broken is not None or self._closing:
+                why = f"an earlier exchange failed: {self._broken}" if self._broken is not None else "the connections are closed"
+                raise GroupError(why, hint="the next save or load makes new connections")
+            strange = sorted(set(ranks) - set(self.ranks))
+            if strange:
+                raise UsageError(f"{ranks_text(strange)} is not in the group", hint=f"its ranks are {ranks_text(self.ranks)}")
             self._number += 1
             exchange: Exchange | None = None
             try:
@@ -121,14 +127,6 @@ class Peers:
             self._busy.release()
             if self._closing or self._broken is not None:
                 self._port.close()
-
-    def _check_usable(self, ranks: Sequence[int]) -> None:
-        if self._broken is not None or self._closing:
-            why = f"an earlier exchange failed: {self._broken}" if self._broken is not None else "the connections are closed"
-            raise GroupError(why, hint="the next save or load makes new connections")
-        strange = sorted(set(ranks) - set(self.ranks))
-        if strange:
-            raise UsageError(f"{ranks_text(strange)} is not in the group", hint=f"its ranks are {ranks_text(self.ranks)}")
 
     def close(self) -> None:
         """Stop listening: now, or at the end of the exchange that is going on."""

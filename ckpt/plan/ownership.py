@@ -401,3 +401,16 @@ def _place(grid: FlatGrid, rank: int) -> tuple[int, int] | None:
     """The cell that a rank holds, and which of its replicas it is."""
     box = np.argwhere(grid.holders == rank)
     return (int(box[0, 0]), int(box[0, 1])) if len(box) else None
+
+
+def replicated_chunks(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[tuple[str, Sequence[int]]]:
+    """The tensors of this rank that other ranks have too, and the chunks by which they are compared: those that the rank has; a merged
+    tensor is compared whole, as chunk 0."""
+    compared: dict[int, list[int]] = {}
+    for assignment in assignments.values():
+        if assignment.replicas > 1 and id(assignment) not in compared:
+            if assignment.merged:
+                compared[id(assignment)] = [0] if (assignment.cell_holders == rank).any() else []
+            else:
+                compared[id(assignment)] = assignment.chunks_on(rank)
+    return [(name, numbers) for name, assignment in assignments.items() if (numbers := compared.get(id(assignment)))]

@@ -247,7 +247,14 @@ def parts_of(copy_number: int, copy: Copy, extent: Extent, itemsize: int, *, who
         return []
     if whole_chunks:
         return [Part(path=extent.path, offset=extent.offset, length=extent.length, copy=copy_number, box=copy.box)]
-    _check_length(copy.chunk_box, extent, itemsize)
+    chunk_box = copy.chunk_box
+    if extent.length != chunk_box.numel * itemsize:
+        raise CorruptError(
+            f"chunk {chunk_box} takes {chunk_box.numel * itemsize} bytes, but bytes {extent.offset} to {extent.offset + extent.length}"
+            f" are said to hold it ({extent.length} bytes)",
+            where=extent.path,
+            hint="check the checkpoint with `ckpt verify`",
+        )
     box, origin = copy.box, copy.chunk_box.offset
     strides = row_major_strides(copy.chunk_box.shape)
     cut, span = _cut_dims(box.shape, strides, max_gap // itemsize)
@@ -274,16 +281,6 @@ def _cut_dims(shape: Sequence[int], strides: Sequence[int], max_gap: int) -> tup
             return i + 1, span
         span += (shape[i] - 1) * strides[i]
     return 0, span
-
-
-def _check_length(chunk_box: Box, extent: Extent, itemsize: int) -> None:
-    if extent.length != chunk_box.numel * itemsize:
-        raise CorruptError(
-            f"chunk {chunk_box} takes {chunk_box.numel * itemsize} bytes, but bytes {extent.offset} to {extent.offset + extent.length}"
-            f" are said to hold it ({extent.length} bytes)",
-            where=extent.path,
-            hint="check the checkpoint with `ckpt verify`",
-        )
 
 
 # A chunk in pieces that are small enough to stay in the cache while they are hashed and copied. Pure.

@@ -176,7 +176,9 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
             claim.tables.append(number)
             # Ranks outside the tensor's mesh may have it in their tables, but perhaps know only some of the mesh's
             # tensors. They would balance the load over too few, and name other writers than the mesh's own ranks do.
-            if _takes_part(t, ranks):
+            # Whether a table of these ranks says who writes the tensor: ranks beside its mesh may know only some of the mesh's
+            # tensors
+            if any(t.layout.coordinate(r) is not None for r in ranks):
                 claim.assignment = assignments[t.name]
     _join_stated(stated, claims, tables, problems, stored=stored)
     aliases = _join_aliases(tables, claims, problems)
@@ -243,11 +245,6 @@ def _tilings(tensors: Iterable[TensorSpec]) -> dict[str, Tiling]:
             known[key] = t.layout.tiling(t.shape)
         tilings[t.name] = known[key]
     return tilings
-
-
-def _takes_part(tensor: TensorSpec, ranks: Sequence[int]) -> bool:
-    """Whether a table of these ranks says who writes the tensor: ranks beside its mesh may know only some of the mesh's tensors."""
-    return any(tensor.layout.coordinate(r) is not None for r in ranks)
 
 
 def _report_difference(
@@ -335,3 +332,20 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _list_problems(what: str, problems: Sequence[str], limit: int = 20) -> str:
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n  ".join([f"{what}:", *problems[:limit], *more])
+
+
+def grouped(rows: Mapping[int, Mapping[str, Any]], key: str) -> list[tuple[str, list[int]]]:
+    """Digest and ranks, for each different digest."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        ranks_of.setdefault(row[key], []).append(rank)
+    return list(ranks_of.items())
+
+
+def grouped_parts(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The ranks by digest, for each different part of the ranks' tables."""
+    ranks_of: dict[str, list[int]] = {}
+    for digests, ranks in grouped(rows, "table"):
+        for digest in digests.split():
+            ranks_of.setdefault(digest, []).extend(ranks)
+    return ranks_of

@@ -103,7 +103,7 @@ class _Encoder:
         if node is None:
             node = self.leaf(value, path)
         if node is None:
-            raise _refusal(value, path)
+            raise StateError(f"{at(path)} cannot be stored: {_type_name(value)}", hint=_way_out(value))
         return node
 
     def container(self, value: Any, path: str) -> Node:
@@ -223,10 +223,6 @@ def _torch_node(value: Any) -> Node:
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _refusal(value: Any, path: str) -> StateError:
-    return StateError(f"{at(path)} cannot be stored: {_type_name(value)}", hint=_way_out(value))
 
 
 def _way_out(value: Any) -> str:

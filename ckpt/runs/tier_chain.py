@@ -86,7 +86,12 @@ class TierChain:
         if local is None and memory is None:
             self.later = self.nearest = Tiers(root, keep)
             return
-        _check_memory(memory, local)
+        if isinstance(local, Memory):
+            raise UsageError("local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
+        if memory is not None and not isinstance(memory, Memory):
+            raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
+        if memory is not None and isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
+            raise UsageError("local= is in the memory of the machines, and so is memory=", hint="leave one of them out")
         in_front = memory if local is not None else None
         if memory is not None and local is None:
             local = memory.on_nodes(root)
@@ -196,15 +201,6 @@ class TierChain:
     def uncopied(self) -> tuple[int, ...]:
         """Steps of which this node has still to give files to another one, or could not when it tried last."""
         return tuple(sorted({step for spread in self.spreads for step in spread.uncopied}))
-
-
-def _check_memory(memory: object, local: object) -> None:
-    if isinstance(local, Memory):
-        raise UsageError("local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
-    if memory is not None and not isinstance(memory, Memory):
-        raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
-    if memory is not None and isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
-        raise UsageError("local= is in the memory of the machines, and so is memory=", hint="leave one of them out")
 
 
 def _shows(backend: Backend, path: str) -> bool:

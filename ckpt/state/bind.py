@@ -23,10 +23,10 @@ from ckpt.plan.tree_decoding import Node
 
 from . import lazy
 from .bind_optimizers import OptimizerBinder
+from .dtensor import is_wrapper
 from .flat_parameters import EngineState, partition_again, refresh, reshard
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import NamedValues, Sharded, is_named, merge, place, same_boxes
-from .subclasses import is_wrapper
 from .targets import Binder, Binding, Setter, inline_only
 from .torch_objects import ParamNames, copies_of, frozen_beside, is_frozen, is_offloaded, names_in, params_of, refuse_zero, tensors_of
 from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of, values_in

@@ -17,11 +17,11 @@ from ckpt.plan.tree_decoding import MISSING, Node
 from ckpt.plan.values import CLASS
 
 from . import lazy
-from .dtensor import is_dtensor
+from .dtensor import is_dtensor, is_wrapper
 from .flat_parameters import FlatPart
 from .shard_table import StateOf
 from .sharded import Sharded
-from .subclasses import created, is_wrapper
+from .subclasses import created
 from .targets import Binder, Setter, inline_only, real_device, real_like
 from .tensors import torch_dtype
 from .torch_objects import GroupOptions, ParamNames, is_frozen, on_host, params_of, set_options, settle_numbers

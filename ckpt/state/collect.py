@@ -20,11 +20,11 @@ from ckpt.plan.tree_decoding import Node, child_path, mapping_node, pairs_of, ta
 from ckpt.plan.values import REPLICA, StatePart
 
 from . import lazy
-from .dtensor import dtensor_types
+from .dtensor import dtensor_types, is_wrapper
 from .flat_parameters import EngineState, FlatPart
 from .shard_table import ShardCache, ShardTable, StateOf
 from .sharded import NamedValues, Sharded, is_main, is_named, place
-from .subclasses import TENSORS, describe, is_wrapper
+from .subclasses import TENSORS, describe
 from .tensors import LocalTensor
 from .torch_objects import (
     LEFT_OUT,

@@ -181,3 +181,12 @@ def holders(nodes: Mapping[int, Node], key: str) -> tuple[int, dict[int, int]]:
     if len(counts) > 1:
         raise MismatchError(f"ranks saved it with different meshes: of {' and '.join(map(str, sorted(counts)))} distinct states")
     return counts.pop(), first_ranks
+
+
+def is_wrapper(tensor: object) -> bool:
+    """Whether a tensor, or the local one of a DTensor, is made of other tensors."""
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
+    kind = type(local)
+    if kind in lazy.PLAIN or not isinstance(local, lazy.Tensor) or not hasattr(kind, "__tensor_flatten__"):
+        return False
+    return not (is_dtensor(local) or local.is_nested or kind.__name__ == "AsyncCollectiveTensor")

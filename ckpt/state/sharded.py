@@ -142,19 +142,18 @@ def _by_chunks(tensor: torch.Tensor, local: Any, name: str) -> tuple[tuple[int, 
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in local.__create_chunk_list__()]
-    shape = tuple(tensor.shape) if is_dtensor(tensor) else _size_in_items(local, name)
+    if is_dtensor(tensor):
+        shape = tuple(tensor.shape)
+    else:
+        # The global shape that a plain tensor gives the planner of torch.distributed.checkpoint
+        items = local.__create_write_items__(name, local) if hasattr(local, "__create_write_items__") else []
+        sizes = {tuple(item.tensor_data.size) for item in items if item.tensor_data is not None}
+        shape = sizes.pop() if len(sizes) == 1 else tuple(local.shape)
     if len(boxes) == 1 and type(local) in lazy.PLAIN and tuple(local.shape) == boxes[0][1]:
         return shape, [(boxes[0], local.detach())]
     if boxes and not hasattr(local, "__get_tensor_shard__"):
         return shape, [((None, None), local)] if len(boxes) > 1 else [(boxes[0], local.detach())]
     return shape, [(box, local.__get_tensor_shard__(MetadataIndex(name, box[0])).detach()) for box in boxes]
-
-
-def _size_in_items(local: Any, name: str) -> tuple[int, ...]:
-    """The global shape that a plain tensor gives the planner of torch.distributed.checkpoint."""
-    items = local.__create_write_items__(name, local) if hasattr(local, "__create_write_items__") else []
-    sizes = {tuple(item.tensor_data.size) for item in items if item.tensor_data is not None}
-    return sizes.pop() if len(sizes) == 1 else tuple(local.shape)
 
 
 def _problem(shape: tuple[int, ...], parts: Sequence[Part]) -> str | None:

@@ -22,7 +22,7 @@ from ckpt.plan.tree_decoding import Node
 from ckpt.plan.values import CLASS
 
 from . import lazy
-from .dtensor import is_dtensor
+from .dtensor import is_dtensor, is_wrapper
 
 if TYPE_CHECKING:
     import torch
@@ -30,15 +30,6 @@ if TYPE_CHECKING:
 
 TENSORS = "tensors"
 """The key of a description for the stored inner tensors, where the state does not have them by their names."""
-
-
-def is_wrapper(tensor: object) -> bool:
-    """Whether a tensor, or the local one of a DTensor, is made of other tensors."""
-    local = tensor._local_tensor if is_dtensor(tensor) else tensor
-    kind = type(local)
-    if kind in lazy.PLAIN or not isinstance(local, lazy.Tensor) or not hasattr(kind, "__tensor_flatten__"):
-        return False
-    return not (is_dtensor(local) or local.is_nested or kind.__name__ == "AsyncCollectiveTensor")
 
 
 def wrapper_of(tensor: torch.Tensor) -> Any:

@@ -21,10 +21,10 @@ from ckpt.plan.tree_decoding import MISSING, OF_TORCH, Node
 from ckpt.plan.values import CLASS, Nodes, made_of_others
 
 from . import lazy
-from .dtensor import is_dtensor, is_sharded_tensor, states_boxes
+from .dtensor import is_dtensor, is_sharded_tensor, is_wrapper, states_boxes
 from .shard_table import ShardTable, StateOf
 from .sharded import Sharded
-from .subclasses import TENSORS, difference, is_description, is_wrapper, rebuilt
+from .subclasses import TENSORS, difference, is_description, rebuilt
 from .tensors import LocalShard, LocalTensor, raw_view, torch_dtype
 from .torch_objects import decode_inline, is_frozen
 from .walk import StatefulObject, like, values_in

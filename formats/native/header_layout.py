@@ -141,7 +141,12 @@ class HeaderLayout:
     def _stays(self, given: npt.NDArray[np.uint8], part: slice) -> bool:
         """Whether a part of a text as long as this one is the same but for digits of boxes."""
         own = self._bytes[part]
-        differs = _scratch(len(own))
+        # This thread's memory for one comparison
+        size = len(own)
+        kept: npt.NDArray[np.uint8] | None = getattr(_local, "scratch", None)
+        if kept is None or len(kept) < size:
+            kept = _local.scratch = np.empty(size, dtype=np.uint8)
+        differs = kept[:size]
         np.bitwise_xor(given[part], own, out=differs)
         np.bitwise_and(differs, self._mask[part], out=differs)
         return not differs.max(initial=0)
@@ -179,14 +184,6 @@ def _bits_that_stay(text: npt.NDArray[np.uint8], ends: IntArray, boxes: IntArray
 
 
 _local = threading.local()
-
-
-def _scratch(size: int) -> npt.NDArray[np.uint8]:
-    """This thread's memory for one comparison."""
-    kept: npt.NDArray[np.uint8] | None = getattr(_local, "scratch", None)
-    if kept is None or len(kept) < size:
-        kept = _local.scratch = np.empty(size, dtype=np.uint8)
-    return kept[:size]
 
 
 # ------------------------------------------------------------------------------------------------------------- a new layout

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from ckpt import settings
 from ckpt.dtypes import DTYPES
-from ckpt.engine.save.plan import chunks_of, replicated_chunks
+from ckpt.engine.save.plan import chunks_of
 from ckpt.engine.save.replicas import Replicas, replica_problems
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Flat
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import TensorSpec, assign
+from ckpt.plan.ownership import TensorSpec, assign, replicated_chunks
 from ckpt.state.tensors import LocalTensor, parts_of
 from tests.plan.layout_strategies import coordinate_of, local_array, numbered, placed_tensors
 

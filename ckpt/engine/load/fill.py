@@ -46,7 +46,8 @@ from ckpt.telemetry.progress import ProgressCallback, reported
 from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
-from .reader import Reader, note_writes
+from .reader import Reader
+from .whole_chunks import note_writes
 
 if TYPE_CHECKING:
     import torch
@@ -149,17 +150,6 @@ def _paths(catalog: Catalog) -> list[str]:
     return list(dict.fromkeys([*names, *(n[:i] for n in names for i, c in enumerate(n) if c == ".")]))
 
 
-def _other_kinds(catalog: Catalog, select: Selection, missing: Collection[str]) -> dict[str, str]:
-    """For names of the state that are missing because the checkpoint has something of another kind there: what it has."""
-    there = {select.renamed(name): "one tensor of all ranks in the checkpoint, a PerRank" for name in job_tensors(catalog)}
-    for path, node in tree.leaves(catalog.state, but=_OF_TENSORS):
-        if tree.tag_of(node) != "$per_rank":
-            there[renamed_path(select, path)] = "one value of all ranks in the checkpoint, a tensor or a PerRank"
-        elif sum(path in nodes for nodes in catalog.ranks.values()) == catalog.world_size:  # else a rank may lack its own
-            there[renamed_path(select, path)] = "a PerRank in the checkpoint, a tensor"
-    return {name: f": {there[name]} in the state" for name in missing if name in there}
-
-
 def _mismatch(
     catalog: Catalog,
     select: Selection,
@@ -170,7 +160,17 @@ def _mismatch(
     misfits: Mapping[str, list[int]],
     idle: Sequence[str],
 ) -> MismatchError:
-    notes = _other_kinds(catalog, select, missing) if missing else {}
+    if missing:
+        # For names of the state that are missing because the checkpoint has something of another kind there: what it has
+        there = {select.renamed(name): "one tensor of all ranks in the checkpoint, a PerRank" for name in job_tensors(catalog)}
+        for path, node in tree.leaves(catalog.state, but=_OF_TENSORS):
+            if tree.tag_of(node) != "$per_rank":
+                there[renamed_path(select, path)] = "one value of all ranks in the checkpoint, a tensor or a PerRank"
+            elif sum(path in nodes for nodes in catalog.ranks.values()) == catalog.world_size:  # else a rank may lack its own
+                there[renamed_path(select, path)] = "a PerRank in the checkpoint, a tensor"
+        notes = {name: f": {there[name]} in the state" for name in missing if name in there}
+    else:
+        notes = {}
     lines = report_names("missing in the checkpoint", (_on(n + notes.get(n, ""), r, everywhere) for n, r in missing.items()))
     lines += report_names("unexpected in the checkpoint", (_moved(n, select) for n in unexpected))
     lines += report_names("do not fit", (_on(n, r, everywhere) for n, r in [*shapes.items(), *misfits.items()]))

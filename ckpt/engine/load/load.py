@@ -40,8 +40,8 @@ from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
 from .fill import ByteTransfer, LoadJob, LoadOptions, LoadReport, Matched, accept, fill, match, nothing, set_all, verdict_of
-from .reader import Reader, note_writes
-from .whole_chunks import TensorLoad, as_if_created
+from .reader import Reader
+from .whole_chunks import TensorLoad, as_if_created, note_writes
 
 if TYPE_CHECKING:
     import torch

@@ -179,11 +179,7 @@ class ReadExchange:
     def _alive(self) -> None:
         if self._ended and self._reading is not None:
             self._reading.result()
-        self._nudge()
-        self._call.check_failures()
-
-    def _nudge(self) -> None:
-        """Tell those that wait for this rank that it goes on, if it does."""
+        # Tell those that wait for this rank that it goes on, if it does
         # A storage that is slow for minutes is no dead rank. As long as bytes were read since the last look, the
         # connected ranks get an empty message, which restarts their deadlines. At most one per eighth of the timeout:
         # often enough for a deadline, and rare enough to cost nothing.
@@ -193,6 +189,7 @@ class ReadExchange:
             self._seen, self._nudged = moved, now
             for feed in self._feeds.values():
                 feed.nudge()
+        self._call.check_failures()
 
     # ---- reading
 

@@ -21,12 +21,11 @@ from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
-from ckpt.state import lazy
-from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise, writable_bytes
+from ckpt.state.tensors import raw_view, reads_otherwise, writable_bytes
 from ckpt.telemetry.spans import Spans
 
 from .chunk_scan import ByFile, ChunkScan, FilePlan, cohorts_of
-from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, tasks_of, wanted_boxes
+from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, note_writes, tasks_of, wanted_boxes
 
 if TYPE_CHECKING:
     import torch
@@ -253,17 +252,14 @@ class Reader:
         elif (target := self.straight(mine, step)) is not None:
             self.fetch.read_chunk(step.chunk, target, mine[0].offset)
         else:
-            self._strew(mine, step, steps)
-
-    def _strew(self, mine: Sequence[Part], step: CopyStep, steps: Sequence[CopyStep]) -> None:
-        size = step.job.entry.dtype.itemsize
-        buffer, check = self.fetch.scratch(self.fetch.piece), ChunkDigest(self.fetch, step.chunk)
-        for piece in self.pieces_of(mine[0], step):
-            data = buffer[: piece.length * size]
-            self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data, check)
-            inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]
-            self._place(data, piece.start * size, inside, steps)
-        check.end()
+            size = step.job.entry.dtype.itemsize
+            buffer, check = self.fetch.scratch(self.fetch.piece), ChunkDigest(self.fetch, step.chunk)
+            for piece in self.pieces_of(mine[0], step):
+                data = buffer[: piece.length * size]
+                self.fetch.fill(mine[0].path, step.extent.offset + piece.start * size, data.data, check)
+                inside = [replace(p, box=box) for p in mine if (box := p.box.intersect(piece.box)) is not None]
+                self._place(data, piece.start * size, inside, steps)
+            check.end()
 
     def pieces_of(self, part: Part, step: CopyStep) -> Iterator[CacheBlock]:
         """The reads of a part that is copied into its places."""
@@ -309,8 +305,3 @@ def same_chunk(part: Part, steps: Sequence[CopyStep]) -> Hashable:
     # bytes.
     step = steps[part.copy]
     return part.offset, part.length, step.extent.codec, step.copy.chunk_box
-
-
-def note_writes(targets: Iterable[LocalTensor]) -> None:
-    """Autograd did not see the bytes change."""
-    lazy.torch.autograd.graph.increment_version([p.memory for local in targets for p in local.parts if not p.memory.is_inference()])

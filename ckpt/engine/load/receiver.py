@@ -26,13 +26,6 @@ log = logging.getLogger("ckpt")
 _noticed: set[str] = set()
 
 
-def _notice(text: str) -> None:
-    """Once in a process: it is the same in every load."""
-    if text not in _noticed:
-        _noticed.add(text)
-        log.warning(text)
-
-
 class SharedReadReceiver:
     """Takes what this rank wants of the shared reads that another one reads."""
 
@@ -54,9 +47,11 @@ class SharedReadReceiver:
         try:
             self._pool = AttachedPool(Announcement.unpack(announcement))
         except (OSError, ValueError) as err:  # another machine or container than it looked like, or the kernel forbids it
-            _notice(
-                f"the shared memory of rank {self._reader} cannot be used ({err}): what it reads for this rank comes over the connection"
-            )
+            # Once in a process: it is the same in every load
+            text = f"the shared memory of rank {self._reader} cannot be used ({err}): what it reads for this rank comes over the connection"
+            if text not in _noticed:
+                _noticed.add(text)
+                log.warning(text)
             return False
         return True
 

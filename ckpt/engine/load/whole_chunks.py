@@ -237,3 +237,8 @@ def address_space(like: torch.Tensor) -> torch.Tensor:
     return (
         lazy.torch.frombuffer(pages, dtype=lazy.torch.uint8, count=like.nbytes).view(like.dtype).view(like.shape) if like.nbytes else like
     )
+
+
+def note_writes(targets: Iterable[LocalTensor]) -> None:
+    """Autograd did not see the bytes change."""
+    lazy.torch.autograd.graph.increment_version([p.memory for local in targets for p in local.parts if not p.memory.is_inference()])

@@ -30,7 +30,7 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.plan import tree
-from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
+from ckpt.plan.tables import Joined, Table, grouped, grouped_parts, join_tables, ranks_text
 from ckpt.plan.values import join_values
 from ckpt.text import parse_json
 
@@ -284,20 +284,3 @@ class Leader:
                     backend.abort_upload(upload)
         except Exception as err:  # noqa: BLE001  the checkpoint is there, and nobody may be waiting any more
             log.warning("files of older saves stay behind in %s as orphans: %s", self.call.url, err)
-
-
-def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
-    """Digest and ranks, for each different digest."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, row in rows.items():
-        ranks_of.setdefault(row[key], []).append(rank)
-    return list(ranks_of.items())
-
-
-def grouped_parts(rows: Mapping[int, Row]) -> dict[str, list[int]]:
-    """The ranks by digest, for each different part of the ranks' tables."""
-    ranks_of: dict[str, list[int]] = {}
-    for digests, ranks in grouped(rows, "table"):
-        for digest in digests.split():
-            ranks_of.setdefault(digest, []).extend(ranks)
-    return ranks_of

@@ -23,7 +23,7 @@ from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import ChunkAssignment, Fragment, TensorSpec, assign, fragments
+from ckpt.plan.ownership import ChunkAssignment, Fragment, TensorSpec, assign, fragments, replicated_chunks
 from ckpt.plan.reads import group_sizes
 from ckpt.plan.tables import Table, split_tables
 from ckpt.state.collect import Collected
@@ -289,19 +289,6 @@ def _own_tensors(plan: RankPlan, own: Table) -> bytes:
         files = [file[t.name, i] for i in range(len(assignment.owners))]
         tensors.append(OwnTensor(t.name, t.dtype, t.shape, assignment.product, files if len({*files}) > 1 else files[:1]))
     return encode_tensors(tensors, own.aliases)
-
-
-def replicated_chunks(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[tuple[str, Sequence[int]]]:
-    """The tensors of this rank that other ranks have too, and the chunks by which they are compared."""
-    compared = {id(o): _replicated(o, rank) for o in _distinct(assignments) if o.replicas > 1}
-    return [(name, numbers) for name, o in assignments.items() if (numbers := compared.get(id(o)))]
-
-
-def _replicated(assignment: ChunkAssignment, rank: int) -> list[int]:
-    """The chunks by which a replicated tensor is compared: those that the rank has; a merged tensor is compared whole, as chunk 0."""
-    if assignment.merged:
-        return [0] if (assignment.cell_holders == rank).any() else []
-    return assignment.chunks_on(rank)
 
 
 def _coded_batches(number: int, group: slice, specs: Sequence[ChunkSpec]) -> list[Batch]:

@@ -132,7 +132,14 @@ class Layout:
         layout = TensorLayout(mesh, splits, at)
         shape = _global_shape(placements, layout, local_shape)
         logical = _logical(placements, shape)
-        _check_local(layout, shape, local_shape, rank)
+        if layout.coordinate(rank) is None:
+            raise _not_here(layout)
+        wanted = layout.local_shape(shape, rank)
+        if wanted != local_shape:
+            raise LayoutError(
+                f"by the layout this rank's part of a tensor of shape {shape} has shape {wanted}, but the tensor has {local_shape}",
+                hint="correct the rule, or add Uneven(dim, size) where the parts differ",
+            )
         stacked = [n for n in numbers if n.rule.stack is not None]
         if len(stacked) > 1:
             raise LayoutError("two numbers of its name are to be stacked", hint="leave stack=None in one of the two")
@@ -257,17 +264,6 @@ def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple
         real = p.real_shape(shape if logical is None else logical)
         logical = logical if real is None else real
     return logical
-
-
-def _check_local(layout: TensorLayout, shape: tuple[int, ...], local: tuple[int, ...], rank: int) -> None:
-    if layout.coordinate(rank) is None:
-        raise _not_here(layout)
-    wanted = layout.local_shape(shape, rank)
-    if wanted != local:
-        raise LayoutError(
-            f"by the layout this rank's part of a tensor of shape {shape} has shape {wanted}, but the tensor has {local}",
-            hint="correct the rule, or add Uneven(dim, size) where the parts differ",
-        )
 
 
 # Which rule of a layout makes one tensor of those that the ranks of several stages each claim. Pure.

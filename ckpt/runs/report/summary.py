@@ -219,7 +219,17 @@ def floor_of(seconds: float) -> float:
 def _verdict(tables: Mapping[int, SpanTable], phases: tuple[PhaseSummary, ...], lost: Loss | None, floor: float) -> str:
     """One line: what to look at first."""
     if lost is not None:
-        return _why_slow(lost, tables, floor)
+        # The phase in which a rank loses most, and whether it has more to do there
+        rank, worst = lost.rank, lost.phase
+        mine, (busy, nbytes) = tables[rank].sums[worst], _middle(worst, tables)
+        times = ratio(mine.busy, busy)
+        if mine.nbytes > _MORE_BYTES * nbytes:
+            return f"rank {rank} has more to {worst} than others: {units.size(mine.nbytes)}, the median is {units.size(nbytes)}; {times}"
+        if lost.seconds < floor:
+            return (
+                f"rank {rank} is a little slower in several phases, in none by {brief(floor)} s; most in {worst} ({brief(mine.seconds)} s)"
+            )
+        return f"rank {rank}'s {_BLAMED.get(worst, worst)}: {worst} takes {times} ({brief(mine.seconds)} s), for as many bytes"
     longest = max(phases, key=lambda p: (p.wall, p.phase), default=None)
     if longest is None or not longest.wall:
         return "nothing took any time"
@@ -241,18 +251,6 @@ def _loss(rank: int, tables: Mapping[int, SpanTable]) -> Loss:
     lost = {name: sums[name].busy - _middle(name, tables)[0] for name in sums.keys() - WAITING - LEADING}
     worst = max(lost, key=lambda name: (lost[name], name))
     return Loss(rank=rank, phase=worst, seconds=lost[worst] / 1e6)
-
-
-def _why_slow(lost: Loss, tables: Mapping[int, SpanTable], floor: float) -> str:
-    """The phase in which a rank loses most, and whether it has more to do there."""
-    rank, worst = lost.rank, lost.phase
-    mine, (busy, nbytes) = tables[rank].sums[worst], _middle(worst, tables)
-    times = ratio(mine.busy, busy)
-    if mine.nbytes > _MORE_BYTES * nbytes:
-        return f"rank {rank} has more to {worst} than others: {units.size(mine.nbytes)}, the median is {units.size(nbytes)}; {times}"
-    if lost.seconds < floor:
-        return f"rank {rank} is a little slower in several phases, in none by {brief(floor)} s; most in {worst} ({brief(mine.seconds)} s)"
-    return f"rank {rank}'s {_BLAMED.get(worst, worst)}: {worst} takes {times} ({brief(mine.seconds)} s), for as many bytes"
 
 
 def ratio(value: float, middle: float) -> str:
