@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.contestants import cut, share
+from benchmarks.contestants import CONTESTANTS, cut, share
+from benchmarks.faults import damage, job_of, resume, state
 from benchmarks.findings import at_least, at_most
 from benchmarks.measure import RankCost, Sample
 from benchmarks.places import Place, filesystem_of
@@ -234,3 +236,22 @@ def test_marks_are_limits_that_may_be_reached() -> None:
 
 def test_columns_are_aligned() -> None:
     assert aligned([("a", "1"), ("bc", "234")]) == ["a     1", "bc  234"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_fault_is_one_bit_or_one_cut_and_its_outcome_is_what_a_load_gives(tmp_path: Path) -> None:
+    chance, raw = random.Random(1), CONTESTANTS["raw"]
+    for kind in ("flipped bit", "truncated file"):
+        raw.save(job_of(state(1)), str(tmp_path / kind / "step-1"))
+        assert resume(raw, str(tmp_path / kind)) == "whole"
+        (path,) = (path for path in (tmp_path / kind).rglob("*") if path.is_file())
+        before = np.frombuffer(path.read_bytes(), np.uint8)
+        damage(str(tmp_path / kind), kind, chance)
+        after = np.frombuffer(path.read_bytes(), np.uint8)
+        if kind == "flipped bit":
+            assert len(after) == len(before) and int(np.unpackbits(before ^ after).sum()) == 1
+        else:
+            assert len(after) < len(before) and (after == before[: len(after)]).all()
+        assert resume(raw, str(tmp_path / kind)) == "wrong"  # nothing is checked by plain reads
