@@ -152,13 +152,11 @@ def test_a_job_that_hangs_is_given_up(demo: ModuleType, monkeypatch: pytest.Monk
 # ------------------------------------------------------------------------------------------------- training with saves in the background
 
 ASYNC = DEMO.parent / "async_training.py"
-ALONE = [sys.executable, str(ASYNC)]
-TWO_RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ASYNC)]
 
 
-def train(command: list[str], run: Path, *arguments: str) -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run([*command, str(run), *arguments], env=env, capture_output=True, text=True, timeout=120)
+def train(run: Path, *arguments: str) -> None:
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(ASYNC), str(run), *arguments], env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -169,18 +167,18 @@ def tensors_of(checkpoint: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_what_one_process_saved_while_training_went_on_is_what_was_there(tmp_path: Path) -> None:
-    train(ALONE, tmp_path / "a", "--steps", "8", "--every", "4")
-    train(ALONE, tmp_path / "b", "--steps", "4", "--every", "4")
-    train(ALONE, tmp_path / "b", "--steps", "8", "--every", "4")
+    train(tmp_path / "a", "--steps", "8", "--every", "4")
+    train(tmp_path / "b", "--steps", "4", "--every", "4")
+    train(tmp_path / "b", "--steps", "8", "--every", "4")
     check_saves_of_async_training(tmp_path, 1)
 
 
-def test_what_was_saved_while_training_went_on_is_what_was_there(ranks: Ranks, tmp_path: Path) -> None:
-    """Run ``a``, by torchrun, trains on while its step 4 is saved. ``b`` ends with step 4, so nothing changes any more, and goes on."""
-    train(TWO_RANKS, tmp_path / "a", "--steps", "8", "--every", "4")
+def go_on_in_background(ranks: Ranks, folder: Path) -> None:
+    """Run ``a``, by torchrun (``test_under_torchrun.py``), trained on while its step 4 was saved. ``b`` ends with step 4, so nothing
+    changes any more, and goes on: what was saved is what was there."""
     for last in (4, 8):
-        ranks.run(2, train_in_background, str(tmp_path / "b"), last)
-    check_saves_of_async_training(tmp_path, 2)
+        ranks.run(2, train_in_background, str(folder / "b"), last)
+    check_saves_of_async_training(folder, 2)
 
 
 def train_in_background(run: str, last: int) -> None:

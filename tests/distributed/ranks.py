@@ -162,14 +162,16 @@ class Ranks:
             raise RanksFailedError(lost)
         return found
 
-    def run_in_turn(self, world_size: int, calls: Sequence[tuple[Any, ...]], *, timeout: float = 120.0) -> list[list[Any]]:
+    def run_in_turn(
+        self, world_size: int, calls: Sequence[tuple[Any, ...]], *, timeout: float = 120.0, process_group: bool = True
+    ) -> list[list[Any]]:
         """Make several calls, each ``(function, *args)``, one after the other on the same ranks, where torch needs to prepare for them only
         once; gives the results of each call, by rank.
 
         Raises:
             RanksFailedError: as for :meth:`run`.
         """
-        by_rank = self.run(world_size, in_turn, list(calls), timeout=timeout)
+        by_rank = self.run(world_size, in_turn, list(calls), timeout=timeout, process_group=process_group)
         return [list(results) for results in zip(*by_rank, strict=True)]
 
     def _run(

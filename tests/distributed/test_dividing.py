@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -240,13 +238,6 @@ def test_all_wait_for_the_process_that_checks_what_values_mean(ranks: Ranks, tmp
     ended = ranks.run(2, run_slowly, free_ports(1)[0], ("verify", "--semantic", "--json", str(tmp_path / "a")))
     report = json.loads(one_voice(ended, 0, 22).out)
     assert report["ok"] and report["semantic"]["problems"]
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    ckpt.save(str(tmp_path / "a"), state())
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ckpt"]
-    ended = subprocess.run([*command, "verify", "--json", str(tmp_path / "a")], capture_output=True, text=True, timeout=120, check=True)
-    assert json.loads(ended.stdout)["chunks"] == TENSORS
 
 
 def test_what_the_environment_tells() -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -112,8 +113,8 @@ def save_source(layout: str, urls: dict[str, str]) -> tuple[Full, dict[str, Told
     told["lazy"] = full, options(which), handle.result()
     after = full_state(which)
     assert differences(after, full), "the step after the call changed nothing"
-    os.environ["CKPT_DIRECT"] = "on"
-    told["direct"] = after, options(which), ckpt.save(urls["direct"], state, layout=which.layout)
+    with patch.dict(os.environ, CKPT_DIRECT="on"):
+        told["direct"] = after, options(which), ckpt.save(urls["direct"], state, layout=which.layout)
     return (initial, told) if rank == 0 else ({}, {engine: ({}, *rest) for engine, (_, *rest) in told.items()})
 
 
@@ -171,7 +172,7 @@ def report_problems(report: ckpt.LoadReport, needed: int, *, coded: bool) -> lis
 
 @dataclass(eq=False)
 class Matrix:
-    """Saves each source and loads each target once, when the first test asks."""
+    """Saves all sources and loads all targets of one number of ranks in one launch, when the first test asks."""
 
     ranks: Ranks
     folder: Path
@@ -180,34 +181,44 @@ class Matrix:
     loaded: dict[str, dict[tuple[str, str], list[str]]] = field(default_factory=dict)
     reports: dict[tuple[str, str], list[ckpt.SaveReport]] = field(default_factory=dict)
 
+    def of_as_many_ranks(self, layout: str, call: Callable[..., Any], *args: Callable[[str], Any]) -> list[tuple[str, list[Any]]]:
+        """What ``call`` gives on each rank for each layout of as many ranks as ``layout`` has; ``args`` are made of the layout."""
+        size = world_size(layout)
+        layouts = [name for name in (*DENSE, *MOE) if world_size(name) == size]
+        calls = [(call, name, *(arg(name) for arg in args)) for name in layouts]
+        return list(zip(layouts, self.ranks.run_in_turn(size, calls, timeout=240, process_group=size > 1), strict=True))
+
     def source(self, layout: str, engine: str = PLAIN) -> Source:
         if (layout, engine) not in self.sources:
-            urls = {engine: str(self.folder / engine / layout) for engine in (PLAIN, *SECOND)}
-            told = self.ranks.run(world_size(layout), save_source, layout, urls, process_group=not layout.endswith("single"))
-            for name, url in urls.items():
-                mine = [by_engine[name] for _, by_engine in told]
-                self.reports[layout, name] = [report for *_, report in mine]
-                everyone = {n: o for _, found, _ in mine for n, o in found.items()}
-                made = Source(layout=layout, engine=name, url=url, initial=told[0][0], full=mine[0][0], options=everyone)
-                self.sources[layout, name] = made
-                torch.save(made, self.file(layout, name))
+            for name, told in self.of_as_many_ranks(layout, save_source, self.urls):
+                for way, url in self.urls(name).items():
+                    mine = [by_engine[way] for _, by_engine in told]
+                    self.reports[name, way] = [report for *_, report in mine]
+                    everyone = {n: o for _, of_rank, _ in mine for n, o in of_rank.items()}
+                    made = Source(layout=name, engine=way, url=url, initial=told[0][0], full=mine[0][0], options=everyone)
+                    self.sources[name, way] = made
+                    torch.save(made, self.file(name, way))
         return self.sources[layout, engine]
+
+    def urls(self, layout: str) -> dict[str, str]:
+        return {engine: str(self.folder / engine / layout) for engine in (PLAIN, *SECOND)}
 
     def file(self, layout: str, engine: str) -> Path:
         return self.folder / f"{layout}-{engine}.pt"
 
+    def files(self, target: str) -> list[tuple[str, str]]:
+        """Of what is loaded into a target, each with the mode of the load."""
+        family = MOE if target in MOE else DENSE
+        pairs = [(layout, mode) for layout in family for mode in modes(layout, target, every=self.every)]
+        return [(str(self.file(self.source(layout, engine_of(mode)).layout, engine_of(mode))), mode) for layout, mode in pairs]
+
     def problems(self, source: str, target: str, mode: str) -> list[str]:
         if target not in self.loaded:
-            family = MOE if target in MOE else DENSE
-            pairs = [(layout, mode) for layout in family for mode in modes(layout, target, every=self.every)]
-            paths = [(str(self.file(self.source(layout, engine_of(mode)).layout, engine_of(mode))), mode) for layout, mode in pairs]
-            alone = target.endswith("single")
-            found = self.ranks.run(world_size(target), load_all, target, paths, process_group=not alone, timeout=120)
-            merged: dict[tuple[str, str], list[str]] = {}
-            for rank, by_pair in enumerate(found):
-                for pair, problems in by_pair.items():
-                    merged.setdefault(pair, []).extend(f"rank {rank}: {p}" for p in problems)
-            self.loaded[target] = merged
+            for name, by_rank in self.of_as_many_ranks(target, load_all, self.files):
+                merged = self.loaded.setdefault(name, {})
+                for rank, by_pair in enumerate(by_rank):
+                    for pair, problems in by_pair.items():
+                        merged.setdefault(pair, []).extend(f"rank {rank}: {p}" for p in problems)
         return self.loaded[target][source, mode]
 
 

@@ -1,7 +1,9 @@
-"""A job under a real torchrun that is told to stop: one last save, the same on all ranks, and the exit code of the launcher."""
+"""One job under a real torchrun: a command divides its work, an example trains on while it saves, and what is told to stop saves once more,
+the same on all ranks, with the exit code of the launcher."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,9 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
+from tests.distributed.ranks import Ranks
+from tests.test_examples import go_on_in_background
 
+SLOW = pytest.mark.slow
 JOB = Path(__file__).parent / "told_to_stop.py"
 
 
@@ -37,14 +43,15 @@ def told_to_stop(run: Path, log: Path, number: int, *, launcher: bool) -> int:
                 os.kill(pid, signal.SIGKILL)
 
 
-TOLD = [(signal.SIGTERM, True, 1), pytest.param(signal.SIGUSR1, False, 0, marks=pytest.mark.slow)]
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to find the ranks")
-@pytest.mark.parametrize(("number", "launcher", "code"), TOLD)
-def test_one_last_save(tmp_path: Path, number: int, launcher: bool, code: int) -> None:
+@pytest.mark.parametrize(("number", "launcher", "code"), [(signal.SIGTERM, True, 1), pytest.param(signal.SIGUSR1, False, 0, marks=SLOW)])
+def test_a_command_an_example_and_one_last_save(ranks: Ranks, tmp_path: Path, number: int, launcher: bool, code: int) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
+    tensors = {f"t{i}": torch.full((40, i + 1), float(i)) for i in range(6)}
+    ckpt.save(str(tmp_path / "verified"), tensors)
     assert told_to_stop(run, log, number, launcher=launcher) == code, log.read_text()
+    assert json.loads((tmp_path / "verified.json").read_text())["chunks"] == len(tensors)
+    go_on_in_background(ranks, tmp_path)
     first, last = (s.number for s in ckpt.list_steps(str(run)) if s.committed)
     assert first == 7 and last is not None and last >= 10
     for rank in (0, 1):

@@ -20,10 +20,11 @@ from ckpt.errors import CkptError, ConflictError, StorageError
 from ckpt.io_backends.faulty import FaultyBackend, FaultyProcess
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import wrap_backends
+from ckpt.runs import joint
 from ckpt.runs.members import Generation
 from ckpt.runs.step_listing import list_steps
 from tests.api.checked import empty_directory
-from tests.joint.test_many_members import Member, T, each, made
+from tests.joint.test_many_members import Member, T, each, have_marks, made, polls_until
 
 NAMES = ("trainer", "buffer", "rollouts")
 
@@ -67,10 +68,9 @@ def cut(root: str) -> Iterator[Cut]:
         yield cut
 
 
-def members_of(root: str, cut: Cut, timeout: float = 3.0) -> list[Member]:
+def members_of(root: str, cut: Cut) -> list[Member]:
     members = made(root, NAMES)
     for m in members:
-        m.run.timeout = timeout
         if m.name == "buffer":
             m.run._backend = FaultyBackend(m.run._backend, process=cut)
     return members
@@ -102,13 +102,12 @@ def save(n: int) -> Callable[[Member], Any]:
     ],
 )
 def test_a_member_whose_storage_is_cut_off_while_it_saves(
-    moment: str, when: Callable[[str], bool], after: bool, commits: bool, root: str, cut: Cut
+    moment: str, when: Callable[[str], bool], after: bool, commits: bool, root: str, cut: Cut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    members, events = members_of(root, cut, timeout=30), list[tuple[str, str, int | None]]()
+    members, events = members_of(root, cut), list[tuple[str, str, int | None]]()
     assert each(members, Member.restore) == [None] * 3
     assert each(members, save(1)) == [None] * 3
     for m in members:
-        m.run.timeout = 3.0
         assert m.checkpointer._joint is not None and m.checkpointer._joint.reporter is not None
         tell, name = m.checkpointer._joint.reporter.tell, m.name
 
@@ -117,17 +116,21 @@ def test_a_member_whose_storage_is_cut_off_while_it_saves(
             tell(kind, step, *more, **values)
 
         m.checkpointer._joint.reporter.tell = told  # type: ignore[method-assign]
-    cut.when, cut.after = when, after
-    ended = dict(zip(NAMES, each(members, save(2)), strict=True))
+    cut.when, cut.after, record = when, after, Path(root, "step-00000002", "checkpoint.json")
+
+    def over() -> bool:
+        return cut.cut and (record.exists() if commits else have_marks(root, 2, ("trainer", "rollouts")))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joint, "_polls", polls_until(over))
+        ended = dict(zip(NAMES, each(members, save(2)), strict=True))
     assert cut.cut and isinstance(ended["buffer"], StorageError) and "cut off" in str(ended["buffer"]), ended
-    others = None if commits else "step 2 was given up: buffer did not save it within 3 s"
+    others = None if commits else "step 2 was given up: buffer did not save it within 300 s"
     assert (ended["trainer"], ended["rollouts"]) == (others, others)
     kind = "save.joint" if commits else "save.given_up"
     assert {(name, kind, 2) for name in ("trainer", "rollouts")} <= set(events)
     cut.mend()
     assert [s.number for s in list_steps(root) if s.committed] == [1, 2][: 1 + commits]
-    for m in members:
-        m.run.timeout = 30
     assert each(members, save(3)) == [None] * 3, "what follows works"
     for m in members:
         m.checkpointer.close()
@@ -142,29 +145,33 @@ def test_a_member_whose_storage_is_cut_off_while_it_saves(
         pytest.param(lambda what: what == "put_if joint.json", marks=pytest.mark.slow, id="says so"),
     ],
 )
-def test_a_member_whose_storage_is_cut_off_while_it_restores(when: Callable[[str], bool], root: str, cut: Cut) -> None:
-    members = members_of(root, cut, timeout=30)
+def test_a_member_whose_storage_is_cut_off_while_it_restores(
+    when: Callable[[str], bool], root: str, cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = members_of(root, cut)
     assert each(members, Member.restore) == [None] * 3
     for n in (1, 2):
         assert each(members, save(n)) == [None] * 3
     for m in members:
         m.checkpointer.close()
     members, cut.when = members_of(root, cut), when
-    ended = dict(zip(NAMES, each(members, ends(Member.restore)), strict=True))
+    with monkeypatch.context() as patch:
+        patch.setattr(joint, "_polls", polls_until(lambda: cut.cut))
+        ended = dict(zip(NAMES, each(members, ends(Member.restore)), strict=True))
     assert cut.cut and isinstance(ended["buffer"], StorageError), ended
     for name in ("trainer", "rollouts"):
         assert isinstance(ended[name], ConflictError) and "buffer" in str(ended[name]), "it says who is awaited"
     cut.mend()
     for m in members:
         m.checkpointer.close()
-    members = members_of(root, cut, timeout=30)
+    members = members_of(root, cut)
     assert each(members, Member.restore) == [2] * 3, "nobody went back for what was out of reach"
 
 
 def frozen_member(root: str, moment: str, out: str) -> None:
     """The member ``buffer``: it stops itself once, after it has learned what to load or after it has loaded it."""
     state = {"w": np.zeros(3, np.int64), "name": "buffer"}
-    with ckpt.Checkpointer(root, member=ckpt.Member("buffer", of=NAMES), job=ckpt.Job(timeout=60)) as c:
+    with ckpt.Checkpointer(root, member=ckpt.Member("buffer", of=NAMES), job=ckpt.Job(timeout=240)) as c:
         assert c._joint is not None
         run = c._joint._run
         join, loaded, stopped = run.join, run.loaded, list[bool]()
@@ -203,7 +210,7 @@ def frozen_member(root: str, moment: str, out: str) -> None:
     ],
 )
 def test_a_member_that_stands_still_in_its_restore_is_named_and_goes_on_with_the_others_or_ends(
-    moment: str, replaced: bool, root: str, tmp_path: Path
+    moment: str, replaced: bool, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members, out = made(root, NAMES), tmp_path / "out"
     assert each(members, Member.restore) == [None] * 3
@@ -211,6 +218,11 @@ def test_a_member_that_stands_still_in_its_restore_is_named_and_goes_on_with_the
         assert each(members, save(n)) == [None] * 3
     for m in members:
         m.checkpointer.close()
+
+    def others_have_loaded() -> bool:
+        joined = json.loads(Path(root, "joint.json").read_bytes())["joined"]
+        return all(joined.get(name, {}).get("state") in ("loaded", "ready") for name in ("trainer", "rollouts"))
+
     process = get_context("spawn").Process(target=frozen_member, args=(root, moment, str(out)))
     process.start()
     assert process.pid is not None
@@ -220,9 +232,12 @@ def test_a_member_that_stands_still_in_its_restore_is_named_and_goes_on_with_the
             assert time.monotonic() < end and process.is_alive()
             time.sleep(0.02)
         others = [m for m in members_of(root, Cut()) if m.name != "buffer"]
-        for err in each(others, ends(Member.restore)):
-            assert isinstance(err, ConflictError) and "buffer did not load step 2 within 3 s" in err.message
-        again = [m for m in made(root, NAMES) if replaced or m.name != "buffer"]
+        with monkeypatch.context() as patch:
+            patch.setattr(joint, "_polls", polls_until(others_have_loaded))
+            errors = each(others, ends(Member.restore))
+        for err in errors:
+            assert isinstance(err, ConflictError) and "buffer did not load step 2 within 300 s" in err.message
+            again = [m for m in made(root, NAMES) if replaced or m.name != "buffer"]
         if not replaced:
             os.kill(process.pid, signal.SIGCONT)
         assert each(again, Member.restore) == [2] * len(again)

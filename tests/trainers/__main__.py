@@ -87,7 +87,7 @@ def run(name: str, python: Path, world: int, others: list[int]) -> dict[str, tup
     outcomes = {}
     for case in {case: None for ranks in lives.values() for results in ranks for case in results}:
         found = [_of_rank(lives, rank, case) for rank in range(world)]
-        whole = lives["whole"][0].get(case, {})
+        whole = lives["whole"][0].get(case, _DIED)
         found += [
             _named(compared(whole, results.get(case, _DIED)), f"{number} ranks") for number in elsewhere for results in elsewhere[number]
         ]
@@ -100,7 +100,7 @@ _DIED = {"outcome": "died", "text": "no result: see its log"}
 
 def _of_rank(lives: dict[str, list[dict[str, Any]]], rank: int, case: str) -> tuple[str, str]:
     whole, first, again = (lives[life][rank].get(case, _DIED) for life in ("whole", "first", "again"))
-    return (whole["outcome"], whole["text"]) if "outcome" in whole else compared(whole, first, again)
+    return compared(whole, first, again)
 
 
 def _named(outcome: tuple[str, str], where: str) -> tuple[str, str]:

@@ -128,7 +128,7 @@ def _tried(phase: str, call: Callable[[str], None], url: str) -> dict[str, Any]:
 
 def compared(never_interrupted: dict[str, Any], *lives: dict[str, Any]) -> tuple[str, str]:
     """The outcome of a case in one or two words, and what there is to tell about it."""
-    for life in lives:
+    for life in (never_interrupted, *lives):
         if "outcome" in life:
             return life["outcome"], life["text"]
         for moment in life:
