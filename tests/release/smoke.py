@@ -56,8 +56,9 @@ def main(readme: Path) -> None:
     assert equal(state["model"].state_dict(), saved)
 
     ckpt.save("compressed", state, codec="zstd")
-    ckpt.save("memory://bucket/step-1", state)  # fsspec
+    ckpt.save("memory://bucket/step-1", state)  # the daemon
     assert torch.equal(ckpt.open("memory://bucket/step-1")["model.layers.0.wq.weight"][:], saved["layers.0.wq.weight"])
+    command("memory", "stop", "--all")  # another environment would meet this one's daemon
     with ckpt.Checkpointer("runs/b", save=EverySteps(2), keep=Latest(1)) as c:
         assert c.restore(state) is None
         for n in range(1, 7):
