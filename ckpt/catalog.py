@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.dataclass import dataclass
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.layout.partition import BoxPartition
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ckpt.dataclass import dataclass
 
 from .errors import FormatError
 

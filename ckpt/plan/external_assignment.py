@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
 from ckpt import settings
+from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.plan.layout.geometry import Box, IntArray, TilingFault, cells

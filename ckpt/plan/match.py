@@ -7,10 +7,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ckpt.catalog import TensorEntry
+from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 

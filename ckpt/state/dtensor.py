@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from ckpt.dataclass import dataclass
 from ckpt.errors import LayoutError, MismatchError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
