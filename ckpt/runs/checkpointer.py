@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ckpt import settings
 from ckpt.api import load
 from ckpt.catalog import Catalog
-from ckpt.engine.load.fill import LoadArguments, LoadReport
+from ckpt.engine.load.fill import LoadArguments, LoadReport, check_load_arguments
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, stats_of
 from ckpt.engine.save.base import SaveBase
@@ -221,6 +221,8 @@ class Checkpointer:
         """
         self._check_open()
         if self._joint is None:
+            if members is not None:
+                raise UsageError("members= is for a run of several jobs", hint="Checkpointer(root, member=ckpt.Member(name, of=names))")
             return self._restore(state, step, begin_from, options)
 
         def load_own(n: int | None, url: str | None, id: str | None) -> int | None:
@@ -252,6 +254,7 @@ class Checkpointer:
             if step is not None:
                 check_step(step)
             origin = origin_of(step, begin_from, options)
+            check_load_arguments(options)
             return {}
 
         self._group.call("restore", self.root, self._timeout).map_reduce("begin", check, lambda rows: None)

@@ -87,7 +87,7 @@ class TierChain:
             self.later = self.nearest = Tiers(root, keep)
             return
         if isinstance(local, Memory):
-            raise UsageError("local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
+            raise UsageError("local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
         if memory is not None and not isinstance(memory, Memory):
             raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
         if memory is not None and isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
