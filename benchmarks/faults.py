@@ -1,6 +1,7 @@
 """What is lost by a fault: ``python -m benchmarks.faults``. Every contestant meets the same faults, on one rank, with a directory per step.
 
-* killed: step 1 is saved, and the process gets SIGKILL at a random moment of the save of step 2. A resume takes the newest that loads.
+* killed: step 1 is saved, and the process gets SIGKILL while it saves step 2, at a random moment of what a warm save takes. A save that
+  had ended by then is repeated. A resume takes the newest that loads.
 * storage error: a limit on the size of files fails the save of step 2 at a random byte.
 * flipped bit, truncated file: at a random byte of the files of step 1, in which all bytes are equally likely.
 
@@ -103,6 +104,31 @@ def save(contestant: Contestant, root: str, step: int, most: int = resource.RLIM
     return "returned"
 
 
+def killed(contestant: Contestant, root: str, chance: random.Random) -> None:
+    """Save step 2 and die within the save. What is slow only once, such as imports, comes before it, in saves beside ``root``."""
+
+    def work(ready: int) -> str:
+        job = job_of(state(2))
+        for _ in range(2):
+            shutil.rmtree(f"{root}-warm", ignore_errors=True)
+            began = time.monotonic()
+            contestant.save(job, f"{root}-warm/step-2")
+        os.write(ready, f"{time.monotonic() - began}".encode())
+        contestant.save(job, f"{root}/step-2")
+        return "returned"
+
+    while True:
+        heard, ready = os.pipe()
+        child, answer = start(lambda ready=ready: work(ready))  # type: ignore[misc]
+        os.close(ready)
+        time.sleep(chance.uniform(0, float(os.read(heard, 64))))
+        os.close(heard)
+        os.kill(child, signal.SIGKILL)
+        if finish(child, answer) == "crashed":
+            return
+        shutil.rmtree(f"{root}/step-2")
+
+
 def damage(root: str, kind: str, chance: random.Random) -> None:
     """Flip one bit of all files below ``root``, or cut a file short there."""
     files = sorted(path for path in Path(root).rglob("*") if path.is_file())
@@ -126,18 +152,13 @@ def campaign(contestant: Contestant, kind: str, count: int, place: Place) -> Cou
     chance, outcomes = random.Random(f"{kind}"), Counter[str]()
     root, kept = place.fresh("run"), place.fresh("kept")
     os.mkdir(kept)
-    began = time.monotonic()
     if (first := finish(*start(lambda: save(contestant, kept, 1)))) != "returned":
         return Counter({f"save {first}": count})
-    seconds = time.monotonic() - began
     for _ in range(count):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(kept, root)
         if kind == "killed":
-            child, answer = start(lambda: save(contestant, root, 2))
-            time.sleep(chance.uniform(0, seconds))
-            os.kill(child, signal.SIGKILL)
-            finish(child, answer)
+            killed(contestant, root, chance)
         elif kind == "storage error":
             most = chance.randrange(TENSORS * SHAPE[0] * SHAPE[1] * 4)
             if finish(*start(lambda most=most: save(contestant, root, 2, most))) == "returned":  # type: ignore[misc]

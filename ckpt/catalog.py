@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.dataclass import dataclass
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.layout.partition import BoxPartition
 

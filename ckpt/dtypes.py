@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.dataclass import dataclass
+from dataclasses import dataclass
 
 from .errors import FormatError
 

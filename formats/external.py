@@ -8,7 +8,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -17,7 +17,6 @@ import numpy as np
 from ckpt import settings
 from ckpt.catalog import CatalogDefaults, Extent, Grid, Replica, TensorEntry
 from ckpt.concurrency import COUNTS_WAITS, map_tasks, run_tasks, waits_so_far
-from ckpt.dataclass import dataclass
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.protocol import Backend, IOHints, ObjectMeta, Writer

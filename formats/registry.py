@@ -13,12 +13,12 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckpt import settings
 from ckpt.catalog import Format
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, FormatError, NotCommittedError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH
 from ckpt.formats.native.paths import id_of

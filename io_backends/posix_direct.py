@@ -15,9 +15,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 
 from ckpt.concurrency import map_tasks, when_dropped
-from ckpt.dataclass import dataclass
 from ckpt.settings import Direct
 
 from .posix_files import kind_of_file_system, start_writeback, write_all

@@ -14,9 +14,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ckpt.concurrency import when_dropped
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError, StorageError
 from ckpt.settings import Direct
 

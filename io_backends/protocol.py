@@ -13,12 +13,12 @@ systems do not. ``conformance`` tests every row that shows through the port.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 from ckpt.concurrency import run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.errors import UsageError
 
 from .checks import SharedObject, check_prefix, too_large

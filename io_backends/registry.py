@@ -13,14 +13,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from ckpt import settings
 from ckpt.concurrency import ProcessLock
-from ckpt.dataclass import dataclass
 from ckpt.errors import UsageError
 from ckpt.needs import plugin, plugin_names
 from ckpt.text import parse_json, url_text

@@ -19,7 +19,7 @@ ROOMS = ("cli", "converters", "formats", "io_backends")
 """Folders beside ckpt/ that are packages inside it."""
 
 FLOORS = (
-    ("concurrency", "dataclass", "text"),
+    ("concurrency", "text"),
     ("errors",),
     ("settings",),
     ("needs",),
@@ -40,7 +40,7 @@ FLOORS = (
 PURE = tuple(
     f"ckpt.{name}"
     for name in (
-        *("catalog", "concurrency", "dataclass", "dtypes", "errors", "needs", "plan", "policies", "settings", "text", "units"),
+        *("catalog", "concurrency", "dtypes", "errors", "needs", "plan", "policies", "settings", "text", "units"),
         *("telemetry.progress", "telemetry.spans"),
     )
 )
@@ -83,7 +83,7 @@ TWICE = {"CheckpointManager", "Config"}
 
 WIDEST = 21
 """Files of one folder at most."""
-LOOSE = 13
+LOOSE = 12
 """Files beside the rooms at most."""
 
 

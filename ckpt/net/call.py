@@ -30,11 +30,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ckpt.concurrency import Pending, patience
-from ckpt.dataclass import dataclass
 from ckpt.errors import DeadlineError, RankFailedError, error_to_json
 from ckpt.telemetry.progress import RankSign, sign_interval
 from ckpt.text import parse_json

@@ -18,14 +18,13 @@ import json
 import struct
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from ckpt import errors
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError, ConsistencyError, CorruptError, GroupError, RankFailedError, error_from_json
 from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json

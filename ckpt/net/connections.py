@@ -18,9 +18,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError
 
 from .endpoints import EXHAUSTED, close_when_forked, exhausted, prepare

@@ -11,12 +11,12 @@ import socket
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError, UsageError
 
 # What every TCP connection of ours has set, and how bytes come without waiting.

@@ -15,13 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.errors import DeadlineError, UsageError
 from ckpt.text import parse_json
 

@@ -23,9 +23,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError, DeadlineError, RankFailedError
 from ckpt.plan.tables import ranks_text
 

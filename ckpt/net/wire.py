@@ -23,10 +23,9 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text import address_text, parse_object, printable
 

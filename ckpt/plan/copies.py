@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from ckpt.dataclass import dataclass
 from ckpt.plan.layout.geometry import IntArray
 
 from .ownership import ChunkAssignment

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.plan.layout.geometry import Box, IntArray, TilingFault, cells

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ckpt.dataclass import dataclass
 from ckpt.plan.layout.geometry import IntArray, ceil_cuts, cells
 from ckpt.plan.layout.partition import FlatBlocks
 from ckpt.plan.layout.tensor_layout import TensorLayout, flat_blocks

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
@@ -17,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.dataclass import dataclass
 from ckpt.plan.layout.geometry import IntArray
 from ckpt.plan.layout.partition import Runs
 

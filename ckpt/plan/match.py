@@ -7,11 +7,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ckpt.catalog import TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.errors import UsageError
 

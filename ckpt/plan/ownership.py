@@ -26,12 +26,12 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.plan.layout.geometry import IntArray, cells, even_cuts
 from ckpt.plan.layout.partition import BoxPartition

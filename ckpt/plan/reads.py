@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from operator import lt, sub
 from typing import NamedTuple, Protocol
@@ -18,7 +19,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from ckpt.catalog import Extent, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError
 from ckpt.plan.layout.geometry import Box, intersect_all, row_major_strides
 from ckpt.plan.layout.partition import BoxPartition

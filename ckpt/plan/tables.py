@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter
@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.plan.layout.geometry import Box

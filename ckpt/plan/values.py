@@ -4,10 +4,10 @@ differs on ranks that both have it is an error."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import ConsistencyError, CoverageError, UsageError
 from ckpt.settings import check_flags
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ckpt.catalog import TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.errors import MismatchError
 from ckpt.plan import tree
 from ckpt.plan.tree import join

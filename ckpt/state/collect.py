@@ -6,12 +6,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CoverageError, StateError
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.layout.mesh import Mesh

@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import LayoutError, MismatchError, UsageError
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout

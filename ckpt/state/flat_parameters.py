@@ -11,10 +11,10 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import LayoutError, StateError
 from ckpt.needs import warn_if_untried
 from ckpt.plan.layout.mesh import Mesh

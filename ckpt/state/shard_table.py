@@ -21,12 +21,11 @@ Most saves see the state of the save before. So a shard that was complete is rem
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.layout import Layout, ResolvedShard

@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box, flat_to_boxes
 from ckpt.plan.layout.mesh import Mesh

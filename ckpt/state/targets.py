@@ -6,14 +6,13 @@ Binding changes nothing: what it finds is in ``Binding``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, FormatError, MismatchError, StateError
 from ckpt.needs import require_torch
 from ckpt.plan import tree

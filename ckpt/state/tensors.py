@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import MismatchError, StateError
 from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
 from ckpt.plan.values import LABEL, StatePart

@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.tree import join

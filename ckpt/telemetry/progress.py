@@ -17,12 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import UsageError
 from ckpt.text import printable
 

@@ -13,11 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, UsageError
 from ckpt.text import parse_json
 

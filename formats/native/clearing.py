@@ -7,13 +7,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
 from ckpt.concurrency import map_tasks
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NoSpaceError, NotFoundError, StorageError, UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend, real_url

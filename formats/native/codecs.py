@@ -11,12 +11,12 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, FormatError, UsageError
 from ckpt.formats.external_elements import PREFIX, gather
 from ckpt.needs import plugin, plugin_names

@@ -9,13 +9,12 @@ import secrets
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import xxhash
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.io_backends.checks import path_problem, read_checked
 from ckpt.io_backends.protocol import Backend

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ import xxhash
 
 from ckpt import settings
 from ckpt.catalog import DataFile
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.errors import CoverageError, StateError
 from ckpt.plan.layout.geometry import Box, IntArray

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
@@ -15,7 +16,6 @@ import numpy.typing as npt
 import xxhash
 
 from ckpt.catalog import DataFile, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, FormatError
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.text import parse_json, parse_object

@@ -22,13 +22,13 @@ import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.plan.layout.geometry import IntArray
 

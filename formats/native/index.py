@@ -21,7 +21,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -29,7 +29,6 @@ import numpy as np
 import pyarrow as pa
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.plan.layout.geometry import Cuts

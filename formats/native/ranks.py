@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -17,7 +18,6 @@ import pyarrow as pa
 import xxhash
 
 from ckpt.catalog import DataFile, Grid, RankRows, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType, dtype
 from ckpt.errors import CorruptError, FormatError, NotFoundError, StateError
 from ckpt.io_backends.checks import read_checked

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.telemetry.progress import SaveProgress
 from ckpt.telemetry.spans import SpanTable

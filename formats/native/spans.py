@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.io_backends.checks import read_checked
 from ckpt.telemetry.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of

@@ -9,6 +9,7 @@ import struct
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import chain, count, pairwise
 from math import isfinite
 from typing import Any
@@ -18,7 +19,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.io_backends.checks import path_problem

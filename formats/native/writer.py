@@ -6,13 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from ckpt.catalog import Contents
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.plan.values import part_in
 

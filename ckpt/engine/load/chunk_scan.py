@@ -8,7 +8,7 @@ for all of them. Offsets, lengths and digests are columns. Objects for a single 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from operator import sub
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.catalog import DataFile, Extent, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.formats.native.header import Alike, Known, Sought, Stretches
 from ckpt.plan.layout.geometry import Box, IntArray

@@ -19,11 +19,11 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from ckpt import units
 from ckpt.catalog import Catalog, job_tensors
-from ckpt.dataclass import dataclass
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.digest_reader import Verify
 from ckpt.errors import CkptError, CorruptError, MismatchError, NamesError, ShapeError, UsageError

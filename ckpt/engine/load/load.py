@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -24,7 +24,6 @@ import xxhash
 from ckpt import settings
 from ckpt.catalog import Catalog, identity
 from ckpt.concurrency import gc_paused
-from ckpt.dataclass import dataclass
 from ckpt.engine.devices import devices_of, pinned_bytes, settle_devices
 from ckpt.errors import CkptError, ConflictError, ConsistencyError
 from ckpt.formats.native.catalog import open_native, read_index, read_index_file, replacement_noticed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
@@ -16,7 +16,6 @@ import numpy.typing as npt
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, TensorEntry
 from ckpt.concurrency import COUNTS_WAITS, run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, ChunkName, DigestReader, Verify
 from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import CHUNK_LIMIT

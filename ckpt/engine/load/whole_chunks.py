@@ -10,6 +10,7 @@ import ctypes
 import mmap
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,7 +20,6 @@ import numpy.typing as npt
 
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import DType
 from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides

@@ -8,13 +8,12 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple, TypeAlias
 
 from ckpt.catalog import Catalog, DataFile, Extent, TensorEntry, job_tensors
 from ckpt.concurrency import run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.errors import CkptError, ConflictError, FormatError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, open_native

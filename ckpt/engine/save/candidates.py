@@ -11,12 +11,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import ConsistencyError
 from ckpt.plan.layout.geometry import Box
 from ckpt.state.shard_table import ShardTable

@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,7 +29,6 @@ import numpy as np
 
 from ckpt import settings
 from ckpt.concurrency import run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.errors import ConsistencyError
 from ckpt.state import lazy
 from ckpt.state.shard_table import ShardTable

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckpt.catalog import DataFile, Grid, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.formats.native.datafile import CodedFiles, plan_data_files
 from ckpt.formats.native.paths import data_number
 from ckpt.plan.copies import MirrorPlacement

@@ -9,12 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.errors import CancelledError, CkptError
 from ckpt.formats.native.clearing import check_no_link
 from ckpt.formats.native.commit import new_id

@@ -14,13 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.dataclass import dataclass
 from ckpt.errors import AccessError, ConsistencyError
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record

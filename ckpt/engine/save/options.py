@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from ckpt import settings, units
-from ckpt.dataclass import dataclass
 from ckpt.errors import NamesError, ReplicaError, UsageError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, check_choice
 from ckpt.formats.native.commit import Branches

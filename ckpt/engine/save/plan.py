@@ -7,7 +7,7 @@ that the plan depends on is the same.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, TypedDict
@@ -15,7 +15,6 @@ from typing import NamedTuple, TypedDict
 import numpy as np
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.dtypes import dtype
 from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
 from ckpt.formats.native.paths import data_path

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import xxhash
 
 from ckpt.concurrency import run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.errors import ReplicaError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row

@@ -18,14 +18,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 
 import xxhash
 
 from ckpt import units
 from ckpt.concurrency import run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.engine.devices import devices_of, settle_devices
 from ckpt.engine.load.load import open_together
 from ckpt.errors import CkptError, MismatchError

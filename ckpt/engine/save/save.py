@@ -23,11 +23,10 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 
 from ckpt.concurrency import Pending, gc_paused, program_ends
-from ckpt.dataclass import dataclass
 from ckpt.engine.devices import refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row

@@ -27,12 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeoutError
 from contextlib import ExitStack, contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import finalize
 
-from ckpt.dataclass import dataclass
 from ckpt.engine.devices import no_memory, pin, watch_graphs
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend, LentMemory

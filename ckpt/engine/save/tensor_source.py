@@ -10,11 +10,10 @@ import ctypes
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt import settings
-from ckpt.dataclass import dataclass
 from ckpt.errors import ConsistencyError, CoverageError
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.state import lazy

@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,6 @@ import xxhash
 from ckpt import settings
 from ckpt.catalog import DataFile
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.dataclass import dataclass
 from ckpt.errors import CkptError
 from ckpt.formats.native.codecs import WITHOUT_ANCHOR, encode, encode_difference
 from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file

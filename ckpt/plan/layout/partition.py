@@ -7,12 +7,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-
-from ckpt.dataclass import dataclass
 
 from .geometry import Box, IntArray, TilingFault, cell_box, cells, cells_overlapping, find_fault, intersect_all, row_major_strides
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, ClassVar, cast
 
 import numpy as np
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import LayoutError, UsageError
 from ckpt.needs import plugin, plugin_names
 

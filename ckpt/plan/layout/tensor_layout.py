@@ -22,14 +22,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.dataclass import dataclass
 from ckpt.errors import CoverageError, LayoutError
 
 from .geometry import Box, Cuts, IntArray, merge_cuts
