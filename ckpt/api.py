@@ -15,7 +15,7 @@ from ckpt.telemetry.progress import ProgressCallback, callback_of
 from . import settings
 from .concurrency import gc_paused
 from .errors import UsageError
-from .settings import check_flags
+from .settings import check_flags, says_where
 from .text import url_text
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt.engine.view import View
 
 
+@says_where
 @gc_paused()
 def save(
     url: str | os.PathLike[str],
@@ -186,10 +187,13 @@ def _save_options(
     bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
     base = None if isinstance(reuse, bool) else url_text(reuse)
     if not isinstance(base, str | None):
-        raise UsageError(f"reuse= is the path or URL of an earlier checkpoint, True or False, not {reuse!r}")
+        raise UsageError(
+            f"reuse= is the path or URL of an earlier checkpoint, True or False, not {reuse!r}", hint="an Anchor is for ckpt.Checkpointer"
+        )
     return SaveOptions.of(arguments, progress=bar, base=base, reusable=reuse is True, staging=staging)
 
 
+@says_where
 @gc_paused()
 def load(
     url: str | os.PathLike[str],

@@ -301,6 +301,9 @@ class OnPreemption(SavePolicy):
             raise UsageError(text, hint="OnPreemption(signals=[signal.SIGTERM, signal.SIGUSR1])") from None
         if not self.signals:
             raise UsageError("OnPreemption(signals=) names no signal", hint="leave OnPreemption out if nothing is watched")
+        for number in {signal.SIGKILL, signal.SIGSTOP}.intersection(self.signals):
+            text = f"no process can watch {signal.Signals(number).name}"
+            raise UsageError(text, hint="OnPreemption(signals=[signal.SIGTERM, signal.SIGUSR1])")
 
     def reason(self, now: Moment) -> str | None:
         return "preempted" if now.preempted else None

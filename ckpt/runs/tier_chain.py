@@ -87,7 +87,7 @@ class TierChain:
             self.later = self.nearest = Tiers(root, keep)
             return
         if isinstance(local, Memory):
-            raise UsageError("local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
+            raise UsageError("local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not a ckpt.Memory", hint=f"memory={local!r}")
         if memory is not None and not isinstance(memory, Memory):
             raise UsageError(f"memory= takes a ckpt.Memory, not {memory!r}", hint="memory=ckpt.Memory(keep=2)")
         if memory is not None and isinstance(local, NodeLocal) and is_memory(url_text(local.directory)):
@@ -232,8 +232,8 @@ class BeginFrom:
         step: the training step that it was saved after. By default the number at the end of its path (``step-7``, ``iter_0001000``,
             ``global_step3``, ``checkpoint-500``, ``500``), or else a whole number that its state has as ``step``, ``global_step``,
             ``global_steps`` or ``iteration``.
-        only, rename, strict, cast, sources: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as
-            ``restore`` was given it.
+        only, rename, strict, cast: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as ``restore`` was given it.
+        sources: as for :func:`ckpt.open`.
     """
 
     url: str | os.PathLike[str]
@@ -261,7 +261,7 @@ class BeginFrom:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """The options of ``ckpt.load`` that were given."""
+        """What was given for the load."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("url", "step")}
         return {name: value for name, value in values.items() if value is not None}
 

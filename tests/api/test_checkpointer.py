@@ -297,7 +297,7 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
         ({"keep": 3}, "keep= is a policy of what to keep, not 3", "keep=Latest(3)"),
         ({"keep": EveryMinutes(5)}, "keep= says what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
         ({"memory": True}, "memory= takes a ckpt.Memory, not True", "memory=ckpt.Memory(keep=2)"),
-        ({"local": ckpt.Memory()}, "local= takes a directory or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
+        ({"local": ckpt.Memory()}, "local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
         (
             {"memory": ckpt.Memory(), "local": ckpt.NodeLocal("memory://fast")},
             "local= is in the memory of the machines, and so is memory=",
@@ -309,6 +309,47 @@ def test_what_is_no_policy_of_its_side(root: str, given: dict[str, Any], said: s
     with pytest.raises(UsageError) as raised:
         ckpt.Checkpointer(root, **given)
     assert said in raised.value.message and meant in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"read": "off"}, "read= is a ckpt.ReadOptions, not 'off'"),
+        ({"strict": "no"}, "strict= is True or False, not 'no'"),
+        ({"only": 3}, "only="),
+        ({"rename": 3}, "rename= takes a dict"),
+        ({"job": 60}, "job= is a ckpt.Job, not 60"),
+        ({"members": ckpt.MemberChanges(added=["judge"])}, "members= is for a run of several jobs"),
+        ({"verify": "off"}, r"restore has no argument 'verify'\n  try: read=ckpt.ReadOptions\(verify=…\)"),
+        ({"steps": 3}, "restore has no argument 'steps'$"),
+    ],
+)
+def test_a_first_start_refuses_what_a_restart_would_refuse(root: str, given: dict[str, Any], said: str) -> None:
+    with ckpt.Checkpointer(root) as c, pytest.raises((UsageError, TypeError), match=said):
+        c.restore(Job().state(), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeout": 5}, r"job=ckpt.Job\(timeout=…\)"),
+        ({"anchor": 3}, "reuse=ckpt.policies.Anchor"),
+        ({"base": "x"}, "reuse=URL"),
+        ({"local_keep": Latest(2)}, r"ckpt.SharedLocal\(directory, keep=…\)"),
+        ({"run_log": False}, "CKPT_RUN_LOG=off"),
+        ({"verify": "off"}, r"read=ckpt.ReadOptions\(verify=…\)"),
+    ],
+)
+def test_an_argument_that_belongs_elsewhere_is_told_where(root: str, given: dict[str, Any], said: str) -> None:
+    calls: list[Callable[..., object]] = [
+        lambda **given: ckpt.Checkpointer(root, **given),
+        lambda **given: ckpt.save(root, Job().state(), **given),
+        lambda **given: ckpt.save_async(root, Job().state(), **given),
+        lambda **given: ckpt.load(root, Job().state(), **given),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=f"argument '{min(given)}'\n  try: .*{said}"):
+            call(**given)
 
 
 @pytest.mark.parametrize("n", ["1", 1.0, True, -1, None])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
 
 import pytest
 from hypothesis import given
@@ -131,6 +132,12 @@ def test_preemption() -> None:
     assert OnPreemption().due(moment) == "preempted"
     assert (EverySteps(7) | OnPreemption()).due(moment) == "every 7 steps; preempted"
     assert OnPreemption().due(dataclasses.replace(moment, preempted=False)) is None
+
+
+@pytest.mark.parametrize("given", [[signal.SIGKILL], [signal.SIGTERM, 9], [signal.SIGSTOP]])
+def test_a_signal_that_nobody_can_watch(given: list[int]) -> None:
+    with pytest.raises(UsageError, match="no process can watch SIG(KILL|STOP)"):
+        OnPreemption(signals=given)
 
 
 # --------------------------------------------------------------------------------------------------- who has to decide

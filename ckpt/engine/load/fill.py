@@ -33,10 +33,10 @@ from ckpt.net.channel import Row
 from ckpt.net.group import Job
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
-from ckpt.plan.match import Selection, report_names, ways_out
+from ckpt.plan.match import Selection, report_names, rules_of_rename, ways_out
 from ckpt.plan.tables import ranks_text
-from ckpt.plan.values import LABEL, part_in, renamed_path
-from ckpt.settings import check_flags
+from ckpt.plan.values import LABEL, StatePart, part_in, renamed_path
+from ckpt.settings import check_flags, unknown_argument
 from ckpt.state.bind import bind
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.targets import Binding
@@ -288,6 +288,17 @@ class LoadArguments(TypedDict, total=False):
     layout: Layout | None
     job: Job | None
     progress: bool | ProgressCallback | None
+
+
+def check_load_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse what :func:`ckpt.load` would refuse, also where there is nothing to load yet: else the first restart of a job finds out."""
+    if unknown := given.keys() - {*LoadArguments.__annotations__, "dry_run"}:
+        raise unknown_argument("restore", unknown)
+    check_flags(strict=given.get("strict", True), cast=given.get("cast", False))
+    ReadOptions.of(given.get("read"))
+    Job.of(given.get("job"))
+    StatePart.of(given.get("only"), trainable=given.get("trainable", False))
+    rules_of_rename(given.get("rename"))
 
 
 Shares = Literal["all", "parts", "none"]
