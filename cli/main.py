@@ -68,7 +68,8 @@ _EXIT_CODES = """\
 Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 different (diff, prove);
 10 not found; 11 not committed; 12 unknown format; 20 damaged; 21 unknown name;
 22 shapes or values do not match; 23 a live state is torn; 30 storage failed;
-31 a rank failed or hangs; 32 another save is in progress; 130 interrupted;
+31 a rank failed or hangs; 32 another save is in progress;
+33 something else is there, or must stay; 130 interrupted;
 141 the reader of the output has gone."""
 _PIPE_CLOSED = 141
 """What a shell says of a program that SIGPIPE ended."""

@@ -215,7 +215,7 @@ def diff(
       ckpt diff --names llama --convention megatron /models/Llama-3-8B imports/m
       ckpt diff --rename optimizer.state.model.=optimizer.state. step-100 model.pt
       ckpt diff --root model runs/a/step-100 export/
-      ckpt diff --root model --no-dtypes --tolerance 0,0.004 runs/a/step-100 export-bf16/
+      ckpt diff --root model --no-dtypes --tolerance 0,0.004 step-100 export-bf16/
     """
     from ckpt.converters.comparison import compare
 
