@@ -344,6 +344,11 @@ def test_an_argument_that_belongs_elsewhere_is_told_where(root: str, given: dict
             call(**given)
 
 
+def test_a_load_that_names_a_member_is_told_how(root: str) -> None:
+    with pytest.raises(TypeError, match=r"ckpt.load has no argument 'member'\n  try: ckpt.load\(ckpt.open\(url, member=…\).url, state\)"):
+        ckpt.load(root, Job().state(), member="trainer")  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("n", ["1", 1.0, True, -1, None])
 def test_what_is_no_step(root: str, n: Any) -> None:
     with ckpt.Checkpointer(root) as c:
