@@ -244,6 +244,13 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
         assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_that_no_process_can_handle_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UsageError, match="signal 9 cannot be watched"):
+        ckpt.Checkpointer(str(tmp_path), save=OnPreemption(signals=[signal.SIGTERM, signal.SIGKILL]))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_what_training_raised_is_not_hidden(tmp_path: Path) -> None:
     def train(root: Path) -> None:
         with ckpt.Checkpointer(str(root), save=EverySteps(1)) as c:
