@@ -137,7 +137,7 @@ class Preemption:
     """``noticed`` is set once one of the signals has come."""
 
     def __init__(self, signals: Sequence[int]) -> None:
-        self.signals = tuple(signals)
+        self.signals = tuple(dict.fromkeys(signals))  # a handler that was set twice would be the one before itself
         self.noticed = threading.Event()
         self._before: dict[int, Any] = {}
 

@@ -180,6 +180,14 @@ def test_a_notice_saves_once_and_says_so(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_is_named_twice(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with ckpt.Checkpointer(str(tmp_path), save=OnPreemption(signals=[signal.SIGUSR1, signal.SIGUSR1])) as c:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert c.step(1, {"x": torch.ones(3)}) and c.preempted
+    assert signal.getsignal(signal.SIGUSR1) == before and numbers(tmp_path) == [1]
+
+
 def test_a_clock(tmp_path: Path) -> None:
     began = time.monotonic()
     with ckpt.Checkpointer(str(tmp_path), save=EveryMinutes(0.005)) as c:
