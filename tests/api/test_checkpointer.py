@@ -18,7 +18,7 @@ from ckpt.errors import CkptError, CorruptError, FormatError, NamesError, NoSpac
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, OnPreemption, Tagged
+from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, Moment, OnPreemption, SavePolicy, Tagged
 from tests.failures.damage import change_record
 
 
@@ -245,9 +245,15 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
 
 
 def test_a_signal_that_no_process_can_handle_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    class Heeds(SavePolicy):
+        watched_signals = (signal.SIGTERM, signal.SIGKILL)  # type: ignore[assignment]
+
+        def reason(self, now: Moment) -> str | None:
+            return None
+
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(UsageError, match="signal 9 cannot be watched"):
-        ckpt.Checkpointer(str(tmp_path), save=OnPreemption(signals=[signal.SIGTERM, signal.SIGKILL]))
+    with pytest.raises(UsageError, match="cannot be watched"):
+        ckpt.Checkpointer(str(tmp_path), save=Heeds())
     assert signal.getsignal(signal.SIGTERM) == before
 
 
