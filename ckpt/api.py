@@ -186,7 +186,7 @@ def _save_options(
     progress = arguments.get("progress")
     bar = None if progress is None else callback_of(progress=progress, leads=group.rank == group.leader, title=f"save {url}")
     base = None if isinstance(reuse, bool) else url_text(reuse)
-    if not isinstance(base, str | None):
+    if not isinstance(reuse, bool) and not isinstance(base, str):
         raise UsageError(
             f"reuse= is the path or URL of an earlier checkpoint, True or False, not {reuse!r}", hint="an Anchor is for ckpt.Checkpointer"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -29,10 +29,6 @@ from .options import (
     views_of,
 )
 from .output import URL, GroupedCommand, OneOf, Output, options, progress, style
-
-if TYPE_CHECKING:
-    pass
-
 
 _TARGETS = ("native", "hf", "torch", "dcp")
 _SCHEDULES = ("linear", "cosine", "sqrt")

@@ -301,6 +301,7 @@ class ExportOptions(SelectOptions):
     since: str | None
     anchor_every: int
     dequantize: bool
+    check_replicas: bool
 
     def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
         """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""

@@ -14,6 +14,7 @@ from ckpt import settings, units
 from ckpt.converters.mapping.translation import changed
 from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
 from ckpt.engine.save.job import wait_for_pending_save
+from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.delta_manifest import MANIFEST
 from ckpt.formats.deltas import Base, open_base
@@ -24,6 +25,7 @@ from ckpt.net.group import Job, current_group
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
+from ckpt.plan.ownership import ChunkAssignment, replicated_chunks
 from ckpt.plan.tables import Table, grouped, join_tables, split_tables, whole_where_present
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 #                    │
 #                  write      every rank puts its blocks at their final place
 #                    │
-#     leader       commit     was every byte written once? the files exist
+#     leader       commit     was every byte written once, and are replicas equal? the files exist
 #
 # Invariants: no rank holds more of other ranks' tensors than windows of bounded size. Nothing shows before every byte is durable. What an
 # error takes back is noted when it is made, and taken back in the reverse order.
@@ -73,6 +75,7 @@ class BegunExport:
     agreed: Row
     """What the leader says, for the others to lay out the same files."""
     catalog: StateCatalog
+    assignments: Mapping[str, ChunkAssignment]
     chosen: OutputSet
     planned: OutputPlan
     tensors: Mapping[str, OutputTensor]
@@ -157,8 +160,9 @@ class Export:
     def lay_out(self, agreed: Row, base: Base | None = None) -> BegunExport:
         """What every rank computes alike from what was agreed. ``base``: on the leader, which has opened it."""
         call, options, destination = self.call, self.options, self.destination
+        joined = join_tables(whole_where_present([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]))
         catalog = StateCatalog.of(
-            join_tables(whole_where_present([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]])),
+            joined,
             parse_json(call.fetch(agreed["state"])),
             url=call.url,
             backend=destination.backend,
@@ -174,7 +178,24 @@ class Export:
                 message = f"the ranks see different exports at {options.since}"
                 raise ConsistencyError(message, where=call.url, hint="since= must be on storage that all ranks share")
             check_follows(base, tensors, call.url)
-        return BegunExport(agreed=agreed, catalog=catalog, chosen=chosen, planned=planned, tensors=tensors, base=base)
+        return BegunExport(
+            agreed=agreed,
+            catalog=catalog,
+            assignments=joined.assignments,
+            chosen=chosen,
+            planned=planned,
+            tensors=tensors,
+            base=base,
+        )
+
+    def replicas(self, begun: BegunExport, threads: int) -> dict[str, str]:
+        """Digests of what other ranks have too, of which one rank's is written: what is called alike may be the expert of each rank."""
+        call, shard_table = self.call, self.collected.shard_table
+        taken = {shard_table.aliases.get(name, name) for name in begun.chosen.taken()}
+        compared = [each for each in replicated_chunks(begun.assignments, call.group.rank) if each[0] in taken]
+        replicas = Replicas(begun.assignments, compared, shard_table.tensors.__getitem__, call.group.rank)
+        replicas.hash(threads, call.check_failures)
+        return replicas.row(call)
 
     def write(self, begun: BegunExport, threads: int, undo: ExitStack) -> tuple[Delivery, RankFiles | DeltaRecorder]:
         """Bring this rank's blocks to their places."""
@@ -204,7 +225,10 @@ class Export:
         return delivery, files
 
     def commit(self, begun: BegunExport, transaction: ExportTransaction, rows: Mapping[int, Row]) -> Row:
-        """Leader: make the files exist if every byte of every tensor was written once. What it says of the whole."""
+        """Leader: make the files exist if every byte of every tensor was written once, and replicas are equal. What it says of the
+        whole."""
+        if self.options.check_replicas:
+            compare_replicas(self.call, rows)
         for f, file in enumerate(begun.planned.files):
             for i, item in enumerate(file.items):
                 count = sum(row["counted"].get(str(f), {}).get(str(i), 0) for row in rows.values())
@@ -270,6 +294,7 @@ def export(
     since: str | os.PathLike[str] | None = None,
     anchor_every: int = ANCHOR_EVERY,
     dequantize: bool = False,
+    check_replicas: bool = True,
     memory: int = settings.EXPORT_MEMORY,
     job: Job | None = None,
 ) -> ExportReport:
@@ -298,6 +323,7 @@ def export(
         anchor_every: with ``since``, write a full export instead where this would be delta number ``anchor_every`` after a full one.
         dequantize: write what quantised tensors stand for, in the dtype that they show. Each rank makes all of its own at once. Without
             it they are an error.
+        check_replicas: compare what several ranks have of a tensor, as ``ckpt.save`` does. Without it, one rank's is written.
         memory: bytes of tensors that a rank has in windows at once.
         job: as for ``ckpt.save``.
 
@@ -307,7 +333,7 @@ def export(
         NotFoundError, FormatError, CorruptError: ``since`` is no export, or damaged.
         NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation; or the model has
             adapters of PEFT.
-        StateError, LayoutError, ConsistencyError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
+        StateError, LayoutError, ConsistencyError, ReplicaError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.
     """
     url = url_text(url)
     options = ExportOptions(
@@ -324,12 +350,13 @@ def export(
         since=None if since is None else url_text(since),
         anchor_every=anchor_every,
         dequantize=dequantize,
+        check_replicas=check_replicas,
     )
     job = Job.of(job)
     group = current_group(job.process_group)
     with group.fails_together("export", url):
         wait_for_pending_save(group)
-        check_flags(overwrite=overwrite, dequantize=dequantize)
+        check_flags(overwrite=overwrite, dequantize=dequantize, check_replicas=check_replicas)
         if layout is not None:
             check_layout(layout, group.ranks)
         seconds, workers = settings.timeout(job.timeout), settings.threads(job.threads)
@@ -363,6 +390,8 @@ def _run(
                 "receipts": {str(f): receipt for f, receipt in call.alive_while(written.flush, call.timeout).items()},
                 "counted": {str(f): {str(i): n for i, n in of.items()} for f, of in delivery.counted.items()},
             }
+            if options.check_replicas:
+                row["replicas"] = job.replicas(begun, threads)
             transaction = begun.transaction
             totals: Row = call.follow(row) if transaction is None else call.lead(row, lambda rows: job.commit(begun, transaction, rows))
         undo.pop_all()

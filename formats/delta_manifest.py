@@ -178,7 +178,7 @@ def _damaged(what: str, where: str) -> CorruptError:
 
 # Each rank of an export has written one file. For each tensor NAME of which it found changes:
 #
-#     NAME.gaps      U8, U16 or U32     gaps between changed elements (changes.py), section after section
+#     NAME.gaps      U8, U16 or U32     gaps between changed elements (delta_changes.py), section after section
 #     NAME.values    dtype of NAME      the new values, section after section
 #
 # and for all of them together, changed or not:

@@ -48,7 +48,7 @@ def fsspec_errors(where: str, doing: str, *, reading: bool = False, conceal: Seq
     except CkptError:
         raise
     except Exception as err:
-        err.__traceback__ = err.__traceback__ and err.__traceback__.tb_next  # else a circle from Python 3.12 on: see posix/files.py
+        err.__traceback__ = err.__traceback__ and err.__traceback__.tb_next  # else a circle from Python 3.12 on: see posix_files.py
         raise mapped(err, where, doing, reading=reading, conceal=conceal) from err
 
 

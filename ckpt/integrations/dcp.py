@@ -96,7 +96,7 @@ class CkptReader(StorageReader):
     Args:
         url: path or URL of the checkpoint; by default the ``checkpoint_id`` that DCP is given.
         cast: whether tensors of another dtype are converted; an error if not.
-        verify: as for :func:`ckpt.load`.
+        verify: as for :class:`ckpt.ReadOptions`.
         threads: threads that this rank reads with (``CKPT_THREADS``; its share of the cores, at most 4).
     """
 

@@ -67,11 +67,13 @@ def load_from_checkpoint(
 class CkptIO(BackgroundSave, CheckpointIO):
     """A ``CheckpointIO`` for strategies that hold the whole state on each rank: one device, DDP. Values that are not tensors must be plain.
 
-    Strategies for sharded models write by themselves and do not use it: take those of :mod:`ckpt.integrations.lightning`.
+    Strategies for sharded models write by themselves and do not use it: take :class:`CkptModelParallelStrategy` or
+    :class:`CkptFSDPStrategy`.
 
     Args:
         background: save in the background, from a copy that is made in the call; an error is raised by the next save or at the end.
-        codec, threads: as for :func:`ckpt.save`.
+        codec: as for :func:`ckpt.save`.
+        threads: as for :class:`ckpt.Job`.
     """
 
     def __init__(self, *, background: bool = False, codec: str | None = None, threads: int | None = None) -> None:

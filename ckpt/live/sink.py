@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -39,9 +39,6 @@ from .pull import Pulled
 from .relay import Relay, RelayedVersion
 from .take import Puller, bytes_that_came, dropped_anywhere, match_take, plan_take, stage_take, switch_take
 from .take_phases import MatchedTake, PlannedTake, SinkCache, StagedTake, StateVersion, SwitchedTake, TakeMeter, TakeReport
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("ckpt")
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ckpt import settings
 from ckpt.concurrency import Pending, when_dropped
@@ -67,9 +67,6 @@ from .publication import (
 from .registry import VersionRegistry
 from .segment import PublishedSegment, SegmentPool
 from .server import PieceServer
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("ckpt")
 

@@ -311,7 +311,7 @@ class Exchange:
             tried = "; ".join(f"rank {r} at {dial}" for r in silent if (dial := self.dialer.dials.get(r)) is not None)
             raise DeadlineError(
                 f"nothing moved to or from {ranks_text(silent)} for {self.port.timeout:g} s" + (f" ({tried})" if tried else ""),
-                hint="look whether they died or hang; a larger timeout= gives a slow network more time",
+                hint="look whether they died or hang; a larger Job(timeout=) gives a slow network more time",
             )
         # While there are ranks without a connection to this one: it would not see one break. Raises the error of a rank that failed.
         # A connected rank that dies closes its socket. Of the others only the job's store can tell, and asking costs

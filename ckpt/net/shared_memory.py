@@ -187,7 +187,7 @@ class SlotPool:
         who = ranks_text(sorted(ranks)) if ranks else "the other ranks"
         return DeadlineError(
             f"{who} took nothing that was read for them for {self._timeout:g} s",
-            hint="look whether they died or hang; a larger timeout= waits longer",
+            hint="look whether they died or hang; a larger Job(timeout=) waits longer",
         )
 
     def hold(self, slot: int) -> None:

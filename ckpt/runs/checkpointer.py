@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ckpt import settings
 from ckpt.api import load
 from ckpt.catalog import Catalog
-from ckpt.engine.load.fill import LoadArguments, LoadReport, check_load_arguments
+from ckpt.engine.load.fill import LoadArguments, LoadReport, ReadOptions, check_load_arguments
 from ckpt.engine.load.load import opened, recorded
 from ckpt.engine.save.background import SaveHandle, start_save, stats_of
 from ckpt.engine.save.base import SaveBase
@@ -255,6 +255,9 @@ class Checkpointer:
                 check_step(step)
             origin = origin_of(step, begin_from, options)
             check_load_arguments(options)
+            group = Job.of(options.get("job")).process_group
+            if group is not None and current_group(group) is not self._group:
+                raise UsageError("a Checkpointer restores on the ranks that it was made with", hint="leave process_group= out of restore")
             return {}
 
         self._group.call("restore", self.root, self._timeout).map_reduce("begin", check, lambda rows: None)
@@ -303,10 +306,18 @@ class Checkpointer:
         reports: list[LoadReport],
     ) -> tuple[LoadedCopy | None, LoadedCopy | None]:
         """Load a checkpoint of this run, and where there is none ``origin``; gives the run's own, and what was loaded last."""
-        given = {"progress": self._progress, "layout": self._options.layout, "job": self._job}
+        given = {"progress": self._progress, "layout": self._options.layout}
+        job = Job.of(options.get("job"))
+        own_job = Job(  # the ranks are those of this Checkpointer, whatever else is given for this load
+            process_group=self._job.process_group,
+            timeout=self._timeout if job.timeout is None else job.timeout,
+            threads=self._job.threads if job.threads is None else job.threads,
+        )
 
         def load_one(url: str, **more: Any) -> None:
-            reports.append(load(url, state, **{**given, **options, **more}))
+            if "sources" in more:
+                more["read"] = replace(ReadOptions.of(options.get("read")), sources=more.pop("sources"))
+            reports.append(load(url, state, **{**given, **options, **more, "job": own_job}))
 
         part = self._options.part
         same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}

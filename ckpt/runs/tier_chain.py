@@ -232,8 +232,8 @@ class BeginFrom:
         step: the training step that it was saved after. By default the number at the end of its path (``step-7``, ``iter_0001000``,
             ``global_step3``, ``checkpoint-500``, ``500``), or else a whole number that its state has as ``step``, ``global_step``,
             ``global_steps`` or ``iteration``.
-        only, rename, strict, cast, sources: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as
-            ``restore`` was given it.
+        only, rename, strict, cast: as for :func:`ckpt.load`, for this checkpoint alone. What is not given is as ``restore`` was given it.
+        sources: as for :func:`ckpt.open`.
     """
 
     url: str | os.PathLike[str]
@@ -261,7 +261,7 @@ class BeginFrom:
 
     @property
     def load_options(self) -> dict[str, Any]:
-        """The options of ``ckpt.load`` that were given."""
+        """What was given for the load."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("url", "step")}
         return {name: value for name, value in values.items() if value is not None}
 

@@ -18,7 +18,7 @@ from ckpt.errors import CkptError, CorruptError, FormatError, NamesError, NoSpac
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, OnPreemption, Tagged
+from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, Moment, OnPreemption, SavePolicy, Tagged
 from tests.failures.damage import change_record
 
 
@@ -180,6 +180,14 @@ def test_a_notice_saves_once_and_says_so(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_that_is_named_twice(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with ckpt.Checkpointer(str(tmp_path), save=OnPreemption(signals=[signal.SIGUSR1, signal.SIGUSR1])) as c:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert c.step(1, {"x": torch.ones(3)}) and c.preempted
+    assert signal.getsignal(signal.SIGUSR1) == before and numbers(tmp_path) == [1]
+
+
 def test_a_clock(tmp_path: Path) -> None:
     began = time.monotonic()
     with ckpt.Checkpointer(str(tmp_path), save=EveryMinutes(0.005)) as c:
@@ -234,6 +242,19 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
         with pytest.raises(UsageError):
             ckpt.Checkpointer(str(tmp_path), save=OnPreemption(), **arguments)
         assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_no_process_can_handle_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    class Heeds(SavePolicy):
+        watched_signals = (signal.SIGTERM, signal.SIGKILL)  # type: ignore[assignment]
+
+        def reason(self, now: Moment) -> str | None:
+            return None
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UsageError, match="cannot be watched"):
+        ckpt.Checkpointer(str(tmp_path), save=Heeds())
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_training_raised_is_not_hidden(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_options_are_by_name_only() -> None:
 WRONG = {
     "save": {"codec": ["zstd"], "reuse": 3, "job": "dp"},
     "load": {"job": 60, "read": "partial"},
-    "save_async": {"staging_bytes": "1 GiB", "job": "dp"},
+    "save_async": {"staging_bytes": "1 GiB", "reuse": None, "job": "dp"},
     "Checkpointer": {"publish_timeout": "60", "member": 3, "staging_bytes": 2.5, "job": 60},
     "verify": {"threads": -1},
     "copy": {"threads": -1, "dry_run": 1, "compare": "yes"},

@@ -110,3 +110,13 @@ def test_roots_that_cannot_be_meant_are_refused(virtual: str, tmp_path: Path, ro
     assert json.loads((Path(virtual) / "checkpoint.json").read_text())["features"] == ["extents"]
     with pytest.raises(CorruptError, match="root"):
         ckpt.open(virtual)
+
+
+def test_a_run_that_begins_from_one(virtual: str, tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3, 4)}
+    with ckpt.Checkpointer(str(tmp_path / "run")) as c:
+        with pytest.raises(AccessError, match="not among the sources"):
+            c.restore(state, begin_from=ckpt.BeginFrom(virtual, step=3, sources=[tmp_path / "elsewhere"]))
+        origin = ckpt.BeginFrom(virtual, step=3, sources=[tmp_path / "models"])
+        assert c.restore(state, begin_from=origin, read=ckpt.ReadOptions(sources=[tmp_path / "elsewhere"])) == 3
+    assert torch.equal(state["w"], W)

@@ -123,6 +123,27 @@ def export_some(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
     return export(url, state, layout=layout, job=ckpt.Job(timeout=20), **options)
 
 
+def called_alike(folder: str) -> list[str]:
+    """Ranks 1 and 2 each have an expert of the same name, then rank 0 has another gate; what each export raised."""
+    rank = dist.get_rank()
+    gate = {"gate": torch.ones(4)}
+    experts = gate | ({"expert": torch.full((4,), float(rank))} if rank else {})
+    exports: list[tuple[str, dict[str, torch.Tensor], dict[str, Any]]] = [
+        ("experts", experts, {}),
+        ("gates", {"gate": torch.full((4,), float(rank > 0))}, {}),
+        ("gate.safetensors", experts, {"exclude": "expert"}),
+        ("unchecked.safetensors", experts, {"check_replicas": False}),
+    ]
+    found = []
+    for name, state, options in exports:
+        try:
+            export(f"{folder}/{name}", state, **options)
+            found.append("nothing")
+        except ckpt.errors.ReplicaError as err:
+            found.append(err.message)
+    return found
+
+
 def die_at_write(url: str, seed: int, options: dict[str, Any], at: int) -> None:
     """Rank 1 is killed when it is about to write for the time ``at``."""
     use("ranges")

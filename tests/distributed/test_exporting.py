@@ -152,6 +152,14 @@ def test_different_options(ranks: Ranks, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_tensors_of_one_name_with_other_bytes(ranks: Ranks, tmp_path: Path) -> None:
+    expected = ["replicas differ: tensor expert: rank 1 ≠ rank 2", "replicas differ: tensor gate: rank 0 ≠ ranks 1-2", "nothing", "nothing"]
+    assert ranks.run(3, work.called_alike, str(tmp_path)) == [expected] * 3
+    assert load_file(tmp_path / "unchecked.safetensors")["expert"].tolist() in ([1.0] * 4, [2.0] * 4)
+    assert list(load_file(tmp_path / "gate.safetensors")) == ["gate"]
+    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["gate.safetensors", "unchecked.safetensors"]
+
+
 def test_few_writes_and_no_gathering(ranks: Ranks, tmp_path: Path) -> None:
     """Columns go to windows, rows straight to the file: no rank sends more than its share, and none writes small runs."""
     reports = ranks.run(2, work.export_some, str(tmp_path / "a.safetensors"), 1, {})

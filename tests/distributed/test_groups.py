@@ -16,6 +16,7 @@ import ckpt
 import ckpt.net.group
 from ckpt.errors import UsageError
 from ckpt.net.store import QUIET
+from ckpt.policies import EverySteps
 from tests.distributed.ranks import Ranks
 
 
@@ -42,6 +43,27 @@ def test_groups_of_different_ranks(ranks: Ranks, tmp_path: Path) -> None:
     view = ckpt.open(str(tmp_path / "1"))
     assert [view.per_rank("rank", r) for r in (0, 1)] == [1, 3]  # a checkpoint counts the ranks that saved it
     assert ckpt.open(str(tmp_path / "all"))["w"].read().unique().tolist() == [7.0]
+
+
+def restore_in_halves(folder: str) -> tuple[list[float], str]:
+    """Each half restores its own run, with a timeout of its own, while the other half makes another number of calls."""
+    half = dist.get_rank() % 2
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with ckpt.Checkpointer(f"{folder}/{half}", save=EverySteps(1), job=ckpt.Job(process_group=halves[half], timeout=20)) as c:
+        c.step(1, state_of(float(half)))
+        c.wait()
+        for _ in range(1 + half):
+            state = state_of(-1.0)
+            assert c.restore(state, job=ckpt.Job(timeout=10)) == 1
+        with pytest.raises(UsageError) as refused:
+            c.restore(state, job=ckpt.Job(process_group=dist.group.WORLD))
+    return state["w"].unique().tolist(), refused.value.message
+
+
+def test_a_restore_stays_with_the_ranks_of_its_checkpointer(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(4, restore_in_halves, str(tmp_path))
+    assert [values for values, _ in found] == [[0.0], [1.0], [0.0], [1.0]]
+    assert all("the ranks that it was made with" in message for _, message in found)
 
 
 def save_in_twins(folder: str) -> list[float]:

@@ -209,7 +209,7 @@ while not (folder / "port").exists():
 store = dist.TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 state = {"w": torch.ones(1000)}
-ckpt.save(f"{folder}/one", state, timeout=20)
+ckpt.save(f"{folder}/one", state, job=ckpt.Job(timeout=20))
 dist.barrier()
 if rank == 0:
     os.kill(server, signal.SIGSTOP)
@@ -218,7 +218,7 @@ if rank == 0:
 while not (folder / "stopped").exists():
     time.sleep(0.01)
 began = time.monotonic()
-handle = ckpt.save_async(f"{folder}/two", state, timeout=2)
+handle = ckpt.save_async(f"{folder}/two", state, job=ckpt.Job(timeout=2))
 if rank == 0:
     error = handle.durable.exception()
     print(rank, type(error).__name__, error.message, round(time.monotonic() - began, 1), flush=True)

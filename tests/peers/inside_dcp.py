@@ -94,7 +94,7 @@ def load(state_dict: Any, *, checkpoint_id: Any = None, storage_reader: Any = No
     url = where(storage_reader, checkpoint_id)
     report = ckpt.load(url, state_dict, strict=False)
     if report.missing and not getattr(options.get("planner"), "allow_partial_load", False):
-        raise ckpt.NamesError(f"the checkpoint has no {', '.join(report.missing)}", where=url)
+        raise ckpt.errors.NamesError(f"the checkpoint has no {', '.join(report.missing)}", where=url)
     return report
 
 

@@ -57,7 +57,7 @@ def test_zero(case: str, tmp_path: Path) -> None:
     assert {"model.head.weight", "model.frozen", "model.buf"} <= set(view)
 
 
-def masters_fit(view: ckpt.view.View) -> None:
+def masters_fit(view: ckpt.View) -> None:
     """Every trained parameter has a master that rounds to its weight: elements that were put elsewhere would not."""
     masters = [n for n in view if n.endswith(".master")]
     for n in masters:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -40,9 +40,6 @@ from ckpt.telemetry.progress import ProgressCallback
 
 from .recording import LoadWeights, Recording, ValueNeededError, record_writes
 from .resolving import DirectPart, EngineMemory, ParameterMemory, Parameters, Resolution, left_over, overlap, placed_write, resolve
-
-if TYPE_CHECKING:
-    pass
 
 
 class TensorDescription(Protocol):
