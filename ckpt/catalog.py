@@ -278,7 +278,7 @@ def identity(catalog: Catalog) -> str:
     return "" if catalog.record is None else catalog.record.id
 
 
-# What a format gives to be recognised and opened. A further format is a room of its own with one ``Format`` value.
+# What a format gives to be recognised and opened. A further format is a file or a room of its own with one ``Format`` value.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

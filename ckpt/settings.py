@@ -251,6 +251,7 @@ _ELSEWHERE = {
     "anchor": "ckpt.Checkpointer(…, reuse=ckpt.policies.Anchor(every=10))",
     "base": "reuse=URL",
     "local_keep": "local=ckpt.SharedLocal(directory, keep=…), or ckpt.NodeLocal(directory, keep=…)",
+    "member": "ckpt.load(ckpt.open(url, member=…).url, state)",
     "members": "member=ckpt.Member(name, of=names)",
     "reusable": "reuse=True",
     "run_log": "CKPT_RUN_LOG=off in the environment",

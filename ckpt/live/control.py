@@ -242,7 +242,7 @@ class SinkSecret:
             raise AccessError(
                 "no secret is known for this source",
                 where=self._address,
-                hint="set CKPT_LIVE_SECRET (or secret=) to that of the source; only on its machine, in its account, it is found without",
+                hint="set CKPT_LIVE_SECRET (or secret=) to that of the source; it is found without only on its machine, while it runs",
             )
         return secret
 

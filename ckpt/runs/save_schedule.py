@@ -147,7 +147,12 @@ class Preemption:
             log.warning("signals are not watched: the Checkpointer was not made in the main thread")
             return
         for number in self.signals:
-            self._before[number] = signal.signal(number, self._handle)
+            try:
+                self._before[number] = signal.signal(number, self._handle)
+            except (OSError, TypeError, ValueError) as err:
+                self.restore()
+                hint = "name signals that a process can handle, such as signal.SIGTERM"
+                raise UsageError(f"signal {number!r} cannot be watched: {err}", hint=hint) from None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Nothing but a flag: a lock taken here could be held by the very code that the signal interrupted.

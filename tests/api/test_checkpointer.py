@@ -18,7 +18,7 @@ from ckpt.errors import CkptError, CorruptError, FormatError, NamesError, NoSpac
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import Fault, FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, OnPreemption, Tagged
+from ckpt.policies import AtSteps, Best, EveryMinutes, EverySteps, Latest, Moment, OnPreemption, SavePolicy, Tagged
 from tests.failures.damage import change_record
 
 
@@ -244,6 +244,19 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
         assert signal.getsignal(signal.SIGTERM) == before
 
 
+def test_a_signal_that_no_process_can_handle_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+    class Heeds(SavePolicy):
+        watched_signals = (signal.SIGTERM, signal.SIGKILL)  # type: ignore[assignment]
+
+        def reason(self, now: Moment) -> str | None:
+            return None
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UsageError, match="cannot be watched"):
+        ckpt.Checkpointer(str(tmp_path), save=Heeds())
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_what_training_raised_is_not_hidden(tmp_path: Path) -> None:
     def train(root: Path) -> None:
         with ckpt.Checkpointer(str(root), save=EverySteps(1)) as c:
@@ -350,6 +363,11 @@ def test_an_argument_that_belongs_elsewhere_is_told_where(root: str, given: dict
     for call in calls:
         with pytest.raises(TypeError, match=f"argument '{min(given)}'\n  try: .*{said}"):
             call(**given)
+
+
+def test_a_load_that_names_a_member_is_told_how(root: str) -> None:
+    with pytest.raises(TypeError, match=r"ckpt.load has no argument 'member'\n  try: ckpt.load\(ckpt.open\(url, member=…\).url, state\)"):
+        ckpt.load(root, Job().state(), member="trainer")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("n", ["1", 1.0, True, -1, None])
