@@ -15,7 +15,7 @@ from ckpt.telemetry.progress import ProgressCallback, callback_of
 from . import settings
 from .concurrency import gc_paused
 from .errors import UsageError
-from .settings import check_flags, says_where
+from .settings import check_flags
 from .text import url_text
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ckpt.engine.view import View
 
 
-@says_where
 @gc_paused()
 def save(
     url: str | os.PathLike[str],
@@ -193,7 +192,6 @@ def _save_options(
     return SaveOptions.of(arguments, progress=bar, base=base, reusable=reuse is True, staging=staging)
 
 
-@says_where
 @gc_paused()
 def load(
     url: str | os.PathLike[str],

@@ -49,8 +49,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache, wraps
+from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Literal, ParamSpec, TypeVar, overload
 
 from .errors import UsageError
@@ -243,41 +243,6 @@ def check_flags(**given: object) -> None:
     for name, value in given.items():
         if not isinstance(value, bool):
             raise UsageError(f"{name}= is True or False, not {value!r}")
-
-
-_ELSEWHERE = {
-    **dict.fromkeys(("process_group", "threads", "timeout"), "job=ckpt.Job({}=…)"),
-    **dict.fromkeys(("exchange", "sources", "verify"), "read=ckpt.ReadOptions({}=…), of a load or restore"),
-    "anchor": "ckpt.Checkpointer(…, reuse=ckpt.policies.Anchor(every=10))",
-    "base": "reuse=URL",
-    "local_keep": "local=ckpt.SharedLocal(directory, keep=…), or ckpt.NodeLocal(directory, keep=…)",
-    "member": "ckpt.load(ckpt.open(url, member=…).url, state)",
-    "members": "member=ckpt.Member(name, of=names)",
-    "reusable": "reuse=True",
-    "run_log": "CKPT_RUN_LOG=off in the environment",
-    "signals": "save=ckpt.policies.OnPreemption(signals=…)",
-}
-"""Where it belongs what people give as an argument of its own, also because an earlier version took it so."""
-
-
-def unknown_argument(taker: str, names: Iterable[str]) -> TypeError:
-    """The error for arguments that ``taker`` does not have."""
-    name = min(names)
-    hint = f"\n  try: {_ELSEWHERE[name].format(name)}" if name in _ELSEWHERE else ""
-    taker += " has an" if taker.startswith("neither") else " has no"
-    return TypeError(f"{taker} argument {name!r}{hint}")
-
-
-def says_where(call: Callable[P, R]) -> Callable[P, R]:
-    """Have a call say of an argument that belongs elsewhere where that is; Python only says that it is unexpected."""
-
-    @wraps(call)
-    def checked(*args: P.args, **given: P.kwargs) -> R:
-        if misplaced := given.keys() & _ELSEWHERE.keys():
-            raise unknown_argument(f"ckpt.{call.__name__}", misplaced)
-        return call(*args, **given)
-
-    return checked
 
 
 def check_whole(value: object, what: str, least: int, hint: str | None = None) -> None:

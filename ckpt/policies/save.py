@@ -225,11 +225,6 @@ class SavePolicy(Policy, ABC):
         """Whether a save that is due now is the job's last one: training is to end when it is durable."""
         return bool(self.watched_signals) and now.preempted
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "watches_preemption" in vars(cls):  # its name before: a notice would come to nobody
-            raise TypeError(f"{cls.__name__} has watches_preemption\n  try: watched_signals = (signal.SIGTERM,)")
-
     @property
     def watched_signals(self) -> tuple[int, ...]:
         """The signals that set ``Moment.preempted``. A policy of your own that looks at it names them here."""

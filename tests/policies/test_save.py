@@ -223,13 +223,3 @@ def test_what_cannot_be_is_refused(make, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     assert words in str(caught.value)
-
-
-def test_a_policy_with_the_former_name_of_watched_signals_is_told() -> None:
-    with pytest.raises(TypeError, match=r"WhenAsked has watches_preemption\n  try: watched_signals = "):
-
-        class WhenAsked(SavePolicy):
-            watches_preemption = True
-
-            def reason(self, now: Moment) -> str | None:
-                return "asked" if now.preempted else None

@@ -36,7 +36,7 @@ from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import Selection, report_names, rules_of_rename, ways_out
 from ckpt.plan.tables import ranks_text
 from ckpt.plan.values import LABEL, StatePart, part_in, renamed_path
-from ckpt.settings import check_flags, unknown_argument
+from ckpt.settings import check_flags
 from ckpt.state.bind import bind
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.targets import Binding
@@ -293,7 +293,7 @@ class LoadArguments(TypedDict, total=False):
 def check_load_arguments(given: Mapping[str, Any]) -> None:
     """Refuse what :func:`ckpt.load` would refuse, also where there is nothing to load yet: else the first restart of a job finds out."""
     if unknown := given.keys() - {*LoadArguments.__annotations__, "dry_run"}:
-        raise unknown_argument("restore", unknown)
+        raise TypeError(f"restore has no argument {min(unknown)!r}")
     check_flags(strict=given.get("strict", True), cast=given.get("cast", False))
     ReadOptions.of(given.get("read"))
     Job.of(given.get("job"))

@@ -17,7 +17,7 @@ from ckpt.net.group import Job
 from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
-from ckpt.settings import check_flags, unknown_argument
+from ckpt.settings import check_flags
 from ckpt.state.collect import Collected
 from ckpt.telemetry.progress import ProgressCallback
 
@@ -121,7 +121,7 @@ class SaveOptions:
     ) -> SaveOptions:
         """What a caller gives, with the defaults of the environment."""
         if unknown := arguments.keys() - SaveArguments.__annotations__.keys():
-            raise unknown_argument("neither a save nor a Checkpointer", unknown)
+            raise TypeError(f"neither a save nor a Checkpointer has an argument {min(unknown)!r}")
         check_replicas, merge_flat_shards = arguments.get("check_replicas", True), arguments.get("merge_flat_shards", True)
         job = Job.of(arguments.get("job"))
         only, trainable, codec = arguments.get("only"), arguments.get("trainable", False), arguments.get("codec")
