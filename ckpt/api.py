@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt.io_backends.registry import scheme_of
-from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
+from ckpt.net.group import Group, Job, group_of, warn_if_others_are_missing
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.telemetry.progress import ProgressCallback, callback_of
 
@@ -88,7 +88,7 @@ def save(
     from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.save import save_state
 
-    group = current_group(Job.of(job).process_group)
+    group = group_of(job)
     with group.fails_together("save", url):
         scheme_of(url)
         wait_for_pending_save(group)
@@ -148,7 +148,7 @@ def save_async(
     from ckpt.engine.save.job import wait_for_pending_save
     from ckpt.engine.save.options import check_capture
 
-    group = current_group(Job.of(arguments.get("job")).process_group)
+    group = group_of(arguments.get("job"))
     with group.fails_together("save", url):
         scheme_of(url)
         check_capture(capture, staging_bytes)
@@ -248,10 +248,10 @@ def load(
     from ckpt.plan.match import Selection, rules_of_rename
     from ckpt.plan.values import StatePart
 
-    job = Job.of(job)
-    group = current_group(job.process_group)
+    group = group_of(job)
     with group.fails_together("load", url):
         scheme_of(url)
+        job = Job.of(job)
         if group.saves:
             from ckpt.engine.save.job import wait_for_pending_save
 

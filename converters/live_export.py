@@ -21,7 +21,7 @@ from ckpt.formats.deltas import Base, open_base
 from ckpt.io_backends.registry import open_backend, scheme_of
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.group import Job, current_group
+from ckpt.net.group import Job, group_of
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
@@ -352,9 +352,9 @@ def export(
         dequantize=dequantize,
         check_replicas=check_replicas,
     )
-    job = Job.of(job)
-    group = current_group(job.process_group)
+    group = group_of(job)
     with group.fails_together("export", url):
+        job = Job.of(job)
         wait_for_pending_save(group)
         check_flags(overwrite=overwrite, dequantize=dequantize, check_replicas=check_replicas)
         if layout is not None:

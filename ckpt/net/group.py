@@ -133,6 +133,11 @@ class Job:
         return job
 
 
+def group_of(job: object) -> Group:
+    """The ranks that ``job=`` names. What is no Job counts as all ranks: ``Job.of`` refuses it where they hear of it."""
+    return current_group(job.process_group if isinstance(job, Job) else None)
+
+
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
     dist: Any = sys.modules.get("torch.distributed")  # whoever uses it has imported it

@@ -15,7 +15,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ckpt
 from ckpt.engine.save import save
-from ckpt.errors import ConsistencyError, CoverageError, LayoutError, NamesError, RankFailedError, ReplicaError, ShapeError, StateError
+from ckpt.errors import (
+    ConsistencyError,
+    CoverageError,
+    LayoutError,
+    NamesError,
+    RankFailedError,
+    ReplicaError,
+    ShapeError,
+    StateError,
+    UsageError,
+)
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks
 
@@ -250,6 +260,22 @@ def test_an_error_of_one_rank_is_told_to_all(ranks: Ranks, tmp_path: Path) -> No
     assert [type(e) for e in found] == [LayoutError, RankFailedError, RankFailedError]
     assert all("rank 0 raised LayoutError" in str(e) and "tensor x" in str(e) for e in found[1:])
     assert not (tmp_path / "a" / "checkpoint.json").exists()
+    for errors in zip(*ranks.run(3, with_another_job, str(tmp_path / "b")), strict=True):
+        assert [type(e) for e in errors] == [RankFailedError, UsageError, RankFailedError]
+        assert all("rank 1 raised UsageError" in str(e) and "job= is a ckpt.Job, not 60" in str(e) for e in errors[::2])
+
+
+def with_another_job(url: str) -> list[ckpt.CkptError | None]:
+    """One rank has misunderstood ``job=``: the errors of a save, a save in the background, a load and an export."""
+    ckpt.save(f"{url}-saved", good())
+    job: Any = 60 if dist.get_rank() == 1 else ckpt.Job(timeout=20)
+    calls: list[Callable[[], object]] = [
+        lambda: ckpt.save(url, good(), job=job),
+        lambda: ckpt.save_async(url, good(), job=job).result(),
+        lambda: ckpt.load(f"{url}-saved", good(), job=job),
+        lambda: ckpt.export(url, {"w": good()["w"]}, job=job),
+    ]
+    return [call(each) for each in calls]
 
 
 # -------------------------------------------------------------------------------------------------------------- loads
