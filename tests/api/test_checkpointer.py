@@ -247,17 +247,34 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
         assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_signal_that_no_process_can_handle_leaves_the_others_as_they_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("signals", "problem"),
+    [
+        ((signal.SIGTERM, signal.SIGKILL), "cannot be watched"),
+        ((signal.SIGTERM, "HUP"), "cannot be watched"),
+        (15, "are no numbers of signals"),
+        (lambda: (signal.SIGTERM,), "are no numbers of signals"),
+    ],
+)
+def test_signals_that_cannot_be_watched_leave_the_others_as_they_were(tmp_path: Path, signals: Any, problem: str) -> None:
     class Heeds(SavePolicy):
-        watched_signals = (signal.SIGTERM, signal.SIGKILL)  # type: ignore[assignment]
+        watched_signals = signals
 
         def reason(self, now: Moment) -> str | None:
             return None
 
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(UsageError, match="cannot be watched"):
-        ckpt.Checkpointer(str(tmp_path), save=Heeds())
-    assert signal.getsignal(signal.SIGTERM) == before
+    for save in (Heeds(), Heeds() | EverySteps(3)):
+        with pytest.raises(UsageError, match=problem):
+            ckpt.Checkpointer(str(tmp_path), save=save)
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("local", [3, True, ckpt.NodeLocal])
+def test_a_local_tier_that_is_no_directory_is_named(tmp_path: Path, local: Any) -> None:
+    with pytest.raises(UsageError, match="local= is a directory") as err:
+        ckpt.Checkpointer(str(tmp_path), local=local)
+    assert err.value.hint is not None and err.value.hint.startswith("local=")
 
 
 def test_what_training_raised_is_not_hidden(tmp_path: Path) -> None:
