@@ -47,8 +47,9 @@ class Calls:
     """The calls of one job, each as often as it is asked for. ``folder`` is on a file system. ``experts``: each rank has a tensor that no
     other rank has, besides those of which all have a row; so no two ranks tell the same of theirs."""
 
-    def __init__(self, ranks: int, folder: str, *, experts: bool = False) -> None:
+    def __init__(self, ranks: int, folder: str, *, experts: bool = False, tensors: int = TENSORS) -> None:
         self.job, self.ranks, self.folder, self.experts = PlayedJob(ranks), ranks, f"{folder}/{ranks}-{experts}", experts
+        self.tensors = tensors
         rules = [(_expert(rank), ckpt.Stage("dp", rank)) for rank in range(2)] if experts else []
         self.layout = ckpt.Layout({"dp": ranks}, [*rules, ("*", ckpt.Shard(0, "dp"))])
         self.states = [self._state(rank, float(rank)) for rank in range(2)]
@@ -67,7 +68,7 @@ class Calls:
         self.job.close()
 
     def _state(self, rank: int, value: float = -1.0) -> dict[str, Any]:
-        model = {f"layers.{i}.weight": torch.full((1, 8), value) for i in range(TENSORS)}
+        model = {f"layers.{i}.weight": torch.full((1, 8), value) for i in range(self.tensors)}
         if self.experts:
             model[_expert(rank).removeprefix("model.")] = torch.full((8,), value)
         return {"model": model, "step": 1}
