@@ -211,8 +211,8 @@ def main(*, size: int, repeat: int, again: int, memory: str, local: str, json_pa
     with ExitStack() as stack:
         places = [stack.enter_context(Place(directory)) for directory in (memory, local)]
         parts: list[Callable[[], Figures]] = [
-            lambda: stalls(contestants, places[0], nbytes, 3),
             lambda: moved(contestants, places, nbytes, repeat),
+            lambda: stalls(contestants, places[0], nbytes, 2),
             lambda: restarts(contestants, places, nbytes, again),
         ]
         began = machine()
@@ -220,6 +220,7 @@ def main(*, size: int, repeat: int, again: int, memory: str, local: str, json_pa
         for part in parts:
             for contestant, got in part().items():
                 figures[contestant] |= got
+                click.echo(f"{contestant}: {', '.join(f'{key} {value:.3g}' for key, value in got.items())}", err=True)
     command = " ".join(["python -m benchmarks.table", *sys.argv[1:]])
     document = {"command": command, "commit": commit(), "machine": began, "ranks": RANKS, "MB per rank": size, "figures": figures}
     document |= {"filesystems": [place.label for place in places]}
