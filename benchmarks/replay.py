@@ -361,6 +361,10 @@ def played_dcp(directory: str, ranks: int, tensors: int) -> list[Trace]:
     ]
 
 
+PLAYS = ((played, MANY, (8, 256)), (played_dcp, MANY // 8, (8, 256)))
+"""Ranks, and numbers of tensors. With more ranks DCP takes minutes."""
+
+
 def fits_of(traces: Sequence[Trace], contestant: str, operation: str) -> tuple[dict[str, Fit], dict[str, float]]:
     """The named costs of one operation, and how far they are off at the ranks that were left out."""
     mine = [t for t in traces if (t.contestant, t.operation) == (contestant, operation)]
@@ -453,9 +457,8 @@ def replay(directory: str, repeat: int, tiers: Mapping[str, Storage], job: Load)
     with Place(directory) as place:
         traces = [trace for ranks in (*SEEN, UNSEEN) for trace in traces_of(ranks, contestants, place, repeat)]
         with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            for tensors in (8, 256):
-                traces += process.submit(played, place.fresh("played"), MANY, tensors).result()
-                traces += process.submit(played_dcp, place.fresh("dcp"), MANY // 8, tensors).result()
+            for play, ranks, some in PLAYS:
+                traces += [trace for n in some for trace in process.submit(play, place.fresh("played"), ranks, n).result()]
     fits: dict[str, dict[str, dict[str, Fit]]] = {}
     off: dict[str, dict[str, float]] = {}
     for contestant in contestants:
