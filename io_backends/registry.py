@@ -233,7 +233,12 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
         return _s3(url, configured.options)
     factory: Any = plugin(_GROUP, scheme, object)
     if factory is not None:
-        return _made_by(factory, scheme, url, configured)
+        if not configured.options:
+            return factory(url)
+        if "storage_options" not in inspect.signature(factory).parameters:
+            names = ", ".join(sorted(configured.options))
+            raise UsageError(f"the storage backend for {scheme}:// takes no storage options: {names}", where=url)
+        return factory(url, storage_options=dict(configured.options))
     from .fsspec_backend import FsspecBackend
     from .fsspec_filesystem import known_to_fsspec
 
@@ -310,12 +315,3 @@ def scheme_of(url: str) -> str:
         scheme, _, rest = url.partition(":")
         raise UsageError(f"{url!r} is a URL without its slashes", hint=f"write {scheme}://{rest}, or ./{url} for a directory of that name")
     return ""
-
-
-def _made_by(factory: Callable[..., Backend], scheme: str, url: str, configured: Configured) -> Backend:
-    if not configured.options:
-        return factory(url)
-    if "storage_options" not in inspect.signature(factory).parameters:
-        names = ", ".join(sorted(configured.options))
-        raise UsageError(f"the storage backend for {scheme}:// takes no storage options: {names}", where=url)
-    return factory(url, storage_options=dict(configured.options))

@@ -48,8 +48,7 @@ _HOLDER: Kind = {
     "delta": bool,
 }
 NEWEST: Kind = Either(
-    {"version": None, "lost": [is_count]},
-    {"version": VERSION, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]},
+    {"version": None, "lost": [is_count]}, {"version": VERSION, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]}
 )
 """The answer to the question for the newest version."""
 
@@ -213,10 +212,7 @@ def find_newest(
 ) -> OfferedVersion:
     """The newest version; collective. ``known``: what the last version that all ranks have taken refers to. ``end``, ``base``: as for
     ``SourceConnection.newest``."""
-    row: Row = {
-        "after": None if newer_than is None else newer_than.to_json(),
-        "blobs": digest_of_blob("".join(sorted(known)).encode()),
-    }
+    row: Row = {"after": None if newer_than is None else newer_than.to_json(), "blobs": digest_of_blob("".join(sorted(known)).encode())}
     with call.phase("find"):
         if call.is_leader:
             answer, data, new = _ask(source, known, newer_than, end, base, call.check_failures)

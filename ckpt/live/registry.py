@@ -180,7 +180,19 @@ class VersionRegistry:
             if question["relays"] is not None and question["base"] not in self._kept():
                 self._await_turn(sink, self._versions[-1].version.digest, float(question["relays"]))
             newest = self._versions[-1]
-            relays = self._relays(sink, newest.version.digest, question)
+            # Where other sinks pass a version on: the nearest, of these the least used; so many for each set of boxes.
+            given: dict[str, list[SinkRecord]] = {}
+            for each in self._sinks.values():
+                if each is not sink and each.offered == newest.version.digest and each.relays and not (each.lost or each.left):
+                    given.setdefault(str([row["wanted"] for row in each.relays]), []).append(each)
+
+            def distance(other: SinkRecord) -> tuple[bool, bool, int]:
+                return other.relays[0]["machine"] != question["machine"], other.relays[0]["domain"] != question["domain"], other.receivers
+
+            chosen = [each for group in given.values() for each in sorted(group, key=distance)[:MOST_RELAYS]]
+            for each in chosen:
+                each.receivers += 1
+            relays = [{**row, "sink": each.name} for each in chosen for row in each.relays]
             kept = self._kept()
         return {"version": newest.version.to_json(), "holders": list(newest.holders), "relays": relays, "kept": kept}, [newest.data]
 
@@ -198,21 +210,6 @@ class VersionRegistry:
                 break
             self._condition.wait(min(until, end) - now)
         sink.forming, sink.forming_until = digest, now + FORMING
-
-    def _relays(self, sink: SinkRecord, digest: str, question: Row) -> list[Row]:
-        """Where other sinks pass a version on: the nearest, of these the least used; so many for each set of boxes."""
-        given: dict[str, list[SinkRecord]] = {}
-        for each in self._sinks.values():
-            if each is not sink and each.offered == digest and each.relays and not (each.lost or each.left):
-                given.setdefault(str([row["wanted"] for row in each.relays]), []).append(each)
-
-        def distance(other: SinkRecord) -> tuple[bool, bool, int]:
-            return other.relays[0]["machine"] != question["machine"], other.relays[0]["domain"] != question["domain"], other.receivers
-
-        chosen = [each for group in given.values() for each in sorted(group, key=distance)[:MOST_RELAYS]]
-        for each in chosen:
-            each.receivers += 1
-        return [{**row, "sink": each.name} for each in chosen for row in each.relays]
 
     def _offer(self, peer: str, question: Row) -> Answer:
         """A sink says from where others can take the version that it takes."""

@@ -118,7 +118,16 @@ class Peers:
                 exchange.run()
                 check()
             except BaseException as err:
-                self._break(err)  # before connections close: the others look here why they did
+                # before connections close: the others look here why they did
+                self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
+                if self._store is not None:
+                    where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
+                    report = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
+                    try:
+                        for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
+                            self._leave(f"failed/{name}", self._port.failure or report)
+                    except DeadlineError as lost:
+                        log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
                 raise
             finally:
                 if exchange is not None:
@@ -136,17 +145,6 @@ class Peers:
                 self._port.close()
             finally:
                 self._busy.release()
-
-    def _break(self, err: BaseException) -> None:
-        self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
-        if self._store is not None:
-            where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
-            report = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
-            try:
-                for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
-                    self._leave(f"failed/{name}", self._port.failure or report)
-            except DeadlineError as lost:
-                log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
 
     # ---- what ranks leave in the store
 

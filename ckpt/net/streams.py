@@ -333,7 +333,15 @@ class Inlet:
             if self._room is None:
                 self._began()
             else:
-                self._ended()
+                shared_read, piece, _, _, wanted = RECORD.unpack(self._record)
+                assert self._room is not None
+                digest = xxhash.xxh3_64()
+                for view in self._room:
+                    digest.update(view)
+                if digest.intdigest() != wanted:
+                    raise damaged(f"rank {self._rank}")
+                self._room, self._views = None, Views([memoryview(self._record)])
+                self._done = self._taker.filled(shared_read, piece)
         return self._done
 
     def _began(self) -> None:
@@ -347,17 +355,6 @@ class Inlet:
             self._views = Views(self._room)
             return
         self._views = Views([memoryview(self._record)])
-
-    def _ended(self) -> None:
-        shared_read, piece, _, _, wanted = RECORD.unpack(self._record)
-        assert self._room is not None
-        digest = xxhash.xxh3_64()
-        for view in self._room:
-            digest.update(view)
-        if digest.intdigest() != wanted:
-            raise damaged(f"rank {self._rank}")
-        self._room, self._views = None, Views([memoryview(self._record)])
-        self._done = self._taker.filled(shared_read, piece)
 
 
 Outgoing = Views | Feed

@@ -267,23 +267,20 @@ class MemoryClient:
             self._connection.close()
             self._connection = None
         if self._connection is None:
-            self._connection = self._connected(start=start)
-        return self._connection
-
-    def _connected(self, *, start: bool) -> DaemonConnection:
-        connection = self._try_to_connect()
-        if connection is None and start:
-            start_daemon(self.folder)
             connection = self._try_to_connect()
-        if connection is None:
-            raise NotFoundError(
-                "no memory daemon runs",
-                where=str(self.folder),
-                hint="it starts with the first save to memory://, or by `ckpt memory serve`; inprocess:// is this process alone",
-            )
-        self._mappings.clear()  # of another daemon, perhaps
-        self._idle.clear()
-        return connection
+            if connection is None and start:
+                start_daemon(self.folder)
+                connection = self._try_to_connect()
+            if connection is None:
+                raise NotFoundError(
+                    "no memory daemon runs",
+                    where=str(self.folder),
+                    hint="it starts with the first save to memory://, or by `ckpt memory serve`; inprocess:// is this process alone",
+                )
+            self._mappings.clear()  # of another daemon, perhaps
+            self._idle.clear()
+            self._connection = connection
+        return self._connection
 
     def _try_to_connect(self) -> DaemonConnection | None:
         with self._noting_silence():

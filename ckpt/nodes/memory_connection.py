@@ -173,9 +173,7 @@ def check_private(path: Path, hint: str = "remove it, or choose another one, and
     seen = path.lstat()
     if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
         raise AccessError(
-            f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})",
-            where=str(path),
-            hint=hint,
+            f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})", where=str(path), hint=hint
         )
 
 

@@ -17,18 +17,7 @@ from ckpt.errors import UsageError
 from ckpt.settings import check_positive, check_whole
 
 from .keep import All, AnyKeep, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
-from .save import (
-    AnySave,
-    AtSteps,
-    EveryMinutes,
-    JoinedPolicy,
-    Moment,
-    OnPreemption,
-    SaveCost,
-    SavePolicy,
-    daly,
-    flat,
-)
+from .save import AnySave, AtSteps, EveryMinutes, JoinedPolicy, Moment, OnPreemption, SaveCost, SavePolicy, daly, flat
 
 # Policies that go by what the job's own saves have cost it (``Moment.saves``): as often as it pays, and once more before a deadline.
 #
