@@ -121,9 +121,6 @@ def byte_views(parts: Sequence[memoryview | bytes]) -> list[memoryview]:
 class SharedObject(Protocol):
     """One process's side of an object of known size.
 
-    ============================================  ==========================================================================
-    situation                                     required outcome
-    ============================================  ==========================================================================
     ``write``                                     as ``Writer.write``; where ``part_size`` is not 0 only whole parts:
                                                   bytes ``[n·part_size, (n+1)·part_size)`` or up to the end, each by one process, once
     ``flush``                                     all that this process wrote is durable; gives JSON for ``complete``
@@ -132,7 +129,6 @@ class SharedObject(Protocol):
     ``complete``, the name is taken               ConflictError, unless ``replace``: then readers see the old or the new
     ``abort``, in the process that began it       nothing of it is left, unless it was published
     ``abort``, in the others; ``close``           this process writes no more
-    ============================================  ==========================================================================
     """
 
     part_size: int

@@ -231,8 +231,9 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
         return FsspecBackend(url, filesystem=configured.filesystem)
     if scheme == "s3":
         return _s3(url, configured.options)
-    factory: Any = plugin(_GROUP, scheme, object)
-    if factory is not None:
+    plugged: Any = plugin(_GROUP, scheme, object)
+    if plugged is not None:
+        factory: Callable[..., Backend] = plugged
         if not configured.options:
             return factory(url)
         if "storage_options" not in inspect.signature(factory).parameters:
