@@ -27,7 +27,6 @@ from .s3_reading import (
     check_free,
     delete,
     delete_together,
-    described,
     head,
     put,
     read_into,
@@ -215,7 +214,7 @@ class S3Backend(Backend):
         return read_start(self._key(path), length)
 
     def size(self, path: str) -> int:
-        return head(self._key(path))[0]
+        return head(self._key(path)).size
 
     # ---- listing
 
@@ -236,8 +235,8 @@ class S3Backend(Backend):
 
     def version_token(self, path: str) -> str:
         """See ``Backend.version_token``: the ETag, and the version in buckets that keep versions. Times in whole seconds are too coarse."""
-        _, tag, version = described(self._key(path))
-        return f"etag {tag} version {version}" if version else f"etag {tag}"
+        there = head(self._key(path))
+        return f"etag {there.tag} version {there.version}" if there.version else f"etag {there.tag}"
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See ``Backend.list_prefix``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
@@ -279,16 +278,17 @@ class S3Backend(Backend):
         return tokens
 
     def _pages(self, **what: str) -> Iterator[Any]:
+        return self._all_pages("list", "list_objects_v2", {"ContinuationToken": "NextContinuationToken"}, what)
+
+    def _all_pages(self, what: str, operation: str, goes_on: Mapping[str, str], names: dict[str, str]) -> Iterator[Any]:
+        """``goes_on``: the arguments of the next request, and what the answer calls them."""
+        where = f"{_SCHEME}{self._bucket}/{names['Prefix']}"
         while True:
-            page = self._asked("list", "list_objects_v2", what)
+            page = self._client.attempt(what, where, lambda boto, _: getattr(boto, operation)(Bucket=self._bucket, **names))
             yield page
             if not page.get("IsTruncated"):
                 return
-            what["ContinuationToken"] = page["NextContinuationToken"]
-
-    def _asked(self, what: str, operation: str, names: dict[str, str]) -> Any:
-        where = f"{_SCHEME}{self._bucket}/{names['Prefix']}"
-        return self._client.attempt(what, where, lambda boto, _: getattr(boto, operation)(Bucket=self._bucket, **names))
+            names.update({name: page[next_name] for name, next_name in goes_on.items()})
 
     # ---- writing
 
@@ -319,7 +319,7 @@ class S3Backend(Backend):
     def copy_source(self, path: str) -> CopySource | None:
         """See ``Backend.copy_source``. One request, for its ETag: only that version is copied."""
         key = self._key(path)
-        return S3CopySource(key=key, tag=head(key)[1])
+        return S3CopySource(key=key, tag=head(key).tag)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         put_if(self._key(path), data, expected)
@@ -355,16 +355,12 @@ class S3Backend(Backend):
     def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
         """See ``Backend.pending_uploads``: uploads that were neither completed nor aborted. Their parts cost as much as objects do."""
         start = self._prefix + check_prefix(prefix)
-        names = {"Prefix": start}
-        while True:
-            page = self._asked("list the uploads", "list_multipart_uploads", names)
+        goes_on = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._all_pages("list the uploads", "list_multipart_uploads", goes_on, {"Prefix": start}):
             for upload in page.get("Uploads", ()):
                 path = str(upload["Key"]).removeprefix(self._prefix)
                 if str(upload["Key"]).startswith(start) and _is_path(path):
                     yield PendingUpload(path=path, started=upload["Initiated"].timestamp(), token=str(upload["UploadId"]))
-            if not page.get("IsTruncated"):
-                return
-            names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_upload(self, upload: PendingUpload) -> None:
         abort_upload(self._key(upload.path), upload.token)

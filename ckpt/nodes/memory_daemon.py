@@ -290,7 +290,6 @@ def _number(path: Path) -> int | None:
 
 START_SECONDS = 30.0
 
-log = logging.getLogger("ckpt")
 _LISTENS = b"1"
 
 
