@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import FormatError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.wire import check, is_count, is_seconds
+from ckpt.net.wire import check, encoded, is_count, is_seconds
 
-from .control import Answer
+from .control import Answer, SinkStatus, VersionStatus
 from .holdings import Manifest, Version
 from .relay import RELAY
 
@@ -39,6 +39,17 @@ class CompleteVersion:
     holders: Sequence[Row]
     sealed: float
     """Seconds since the epoch."""
+
+    def status(self, sinks: Iterable[SinkRecord], now: float) -> VersionStatus:
+        digest, segments = self.version.digest, self.manifest.segments
+        return VersionStatus(
+            step=self.version.step,
+            digest=digest,
+            bytes=sum(s.nbytes for s in segments.values()),
+            ranks=len(segments),
+            age=round(now - self.sealed, 3),
+            taken_by=tuple(s.name for s in sinks if digest in s.took),
+        )
 
 
 @dataclass(eq=False)
@@ -74,23 +85,22 @@ class SinkRecord:
             return "left"
         return "lost" if self.lost or self.lost_ranks else "taking" if self.taking else "waiting"
 
-    def status(self, newest: Version | None, now: float) -> Row:
-        """For ``control.SinkStatus``."""
+    def status(self, newest: Version | None, now: float) -> SinkStatus:
         last: Row = next(reversed(self.took.values()), {"took_from": {}, "dense": {}})
-        return {
-            "sink": self.name,
-            "ranks": self.ranks,
-            "state": self.state,
-            "lost_ranks": sorted(self.lost_ranks),
-            "step": None if self.has is None else self.has.step,
-            "relays": bool(self.relays) and not (self.lost or self.left),
-            "late": not self.left and newest is not None and self.has != newest,
-            "seconds": None if self.taking is None else round(now - self.since, 3),
-            "took": [(digest, row["bytes"], row["seconds"]) for digest, row in self.took.items()],
-            "took_from": last["took_from"],
-            "dense": last["dense"],
-            "error": self.error,
-        }
+        return SinkStatus(
+            sink=self.name,
+            ranks=self.ranks,
+            state=self.state,
+            lost_ranks=tuple(sorted(self.lost_ranks)),
+            step=None if self.has is None else self.has.step,
+            relays=bool(self.relays) and not (self.lost or self.left),
+            late=not self.left and newest is not None and self.has != newest,
+            seconds=None if self.taking is None else round(now - self.since, 3),
+            took=tuple((digest, row["bytes"], row["seconds"]) for digest, row in self.took.items()),
+            took_from=last["took_from"],
+            dense=last["dense"],
+            error=self.error,
+        )
 
 
 class VersionRegistry:
@@ -275,16 +285,6 @@ class VersionRegistry:
                 "run": self.run,
                 "name": self._name,
                 "lost_ranks": sorted(self._lost_ranks),
-                "versions": [
-                    {
-                        "step": each.version.step,
-                        "digest": each.version.digest,
-                        "bytes": sum(s.nbytes for s in each.manifest.segments.values()),
-                        "ranks": len(each.manifest.ranks),
-                        "age": round(now - each.sealed, 3),
-                        "taken_by": [s.name for s in self._sinks.values() if each.version.digest in s.took],
-                    }
-                    for each in self._versions
-                ],
-                "sinks": [sink.status(newest, now) for sink in self._sinks.values()],
+                "versions": [encoded(each.status(self._sinks.values(), now)) for each in self._versions],
+                "sinks": [encoded(sink.status(newest, now)) for sink in self._sinks.values()],
             }
