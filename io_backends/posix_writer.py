@@ -36,7 +36,7 @@ from .posix_files import (
     write_all,
 )
 from .protocol import CopySource
-from .writer_base import WriterBase, aside_name, check_total
+from .writer_base import SharedObject, WriterBase, aside_name, check_total
 
 # Ranges of files that share their extents with another file (reflinks of XFS, Btrfs, bcachefs, NFS 4.2): a copy that writes nothing.
 
@@ -284,19 +284,19 @@ COHERENT = frozenset((*_LOCAL, *_CLUSTER))
 keep theirs. What is not in the list is taken for one that is not: whole parts are slower, and never wrong."""
 
 
-class PosixSharedObject(PosixWriter):
+class PosixSharedObject(SharedObject, PosixWriter):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
     def __init__(self, *, file: str, root: str, size: int, token: str | None) -> None:
-        self._began = token is None
+        self._owned = token is None
         self._token = token or secrets.token_hex(8)
         self._final = file
         head, name = os.path.split(file)
         aside = os.path.join(head, aside_name(name, self._token))
         with storage_errors(aside, "open the file"):
-            fd, made = create_file(aside) if self._began else (_joined(aside), [])
+            fd, made = create_file(aside) if self._owned else (_joined(aside), [])
             try:
-                if self._began:
+                if self._owned:
                     os.ftruncate(fd, size)
                 self.part_size = 0 if kind_of_file_system(aside) in COHERENT else PART
             except OSError:
@@ -306,7 +306,6 @@ class PosixSharedObject(PosixWriter):
 
     @property
     def token(self) -> str:
-        """With it other processes join."""
         return self._token
 
     def flush(self) -> int:
@@ -332,20 +331,9 @@ class PosixSharedObject(PosixWriter):
             sync_directories(os.path.dirname(self._final), self._root, self._made)
         self._close()
 
-    def abort(self) -> None:
-        if self._began:
-            super().abort()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._state in ("committed", "aborted"):
-                return
-            self._state = "aborted"
-            idle = not self._busy
-        if idle:
-            self._close()
+    def _discard(self, *, tried: bool) -> None:
+        if self._owned:
+            super()._discard(tried=tried)
 
 
 def _joined(aside: str) -> int:

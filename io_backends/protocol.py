@@ -17,12 +17,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ckpt.concurrency import run_tasks
 from ckpt.errors import UsageError
 
-from .checks import SharedObject, check_prefix, too_large
+from .checks import check_prefix, too_large
+
+if TYPE_CHECKING:
+    from .writer_base import SharedObject
 
 _W = TypeVar("_W", bound="Writer")
 
@@ -321,7 +324,7 @@ class Backend(Protocol):
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the
-        storage cannot (``checks.SharedObject``). Whether the name is free counts when it is published."""
+        storage cannot (``writer_base.SharedObject``). Whether the name is free counts when it is published."""
         return None
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:

@@ -36,22 +36,19 @@ from .s3_reading import (
 )
 from .s3_tries import DEFAULT, S3Options
 from .s3_writer import PART, SINGLE, S3CopySource, S3Writer, part_size
-from .writer_base import check_total
+from .writer_base import SharedObject, check_total
 
 # An object that several processes send parts of: one upload, whose id is the token.
 
 
-class S3SharedObject(S3Writer):
+class S3SharedObject(SharedObject, S3Writer):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
     def __init__(self, key: Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
         super().__init__(key, size, part, conditional=conditional, single=False)
         self.part_size = part
-        self._began = token is None
-        if token is None:
-            self._id = self._started()
-        else:
-            self._id = self._join(token)
+        self._owned = token is None
+        self._id = self._started() if token is None else self._join(token)
 
     def _join(self, token: str) -> str:
         """Which checksums the parts have was said when the upload began; if it was CRC-32, all of them need it."""
@@ -61,7 +58,6 @@ class S3SharedObject(S3Writer):
 
     @property
     def token(self) -> str:
-        """With it other processes join."""
         return f"{self._checks.way} {self._mark} {self._id}"
 
     def _put(self, offset: int, views: list[memoryview]) -> None:
@@ -91,15 +87,9 @@ class S3SharedObject(S3Writer):
             self._perhaps_there = self._perhaps_there and not replace  # what is there may be what was there before
         self._state = "committed"
 
-    def abort(self) -> None:
-        if self._began:
-            super().abort()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        if self._state == "open":
-            self._state = "aborted"
+    def _close(self) -> None:
+        if self._owned:
+            super()._close()
 
 
 # Publishing small objects under a condition, which the store itself decides: of two writers one wins, whatever happens to the answers.
