@@ -366,7 +366,7 @@ def test_files_that_a_remembered_base_refers_to_are_there(run: Path, how: str) -
             checkpointer.wait()
             assert references(run / "step-00000003")
         else:
-            with pytest.raises(ConflictError, match=f"by way of the base {second.name}, are not there any more"):
+            with pytest.raises(ConflictError, match=f"by way of the earlier checkpoint {second.name}, are not there any more"):
                 checkpointer.wait()
             assert not (run / "step-00000003" / "checkpoint.json").exists()
         checkpointer.save(4, tuned.state)
