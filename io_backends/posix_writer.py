@@ -24,7 +24,7 @@ from . import posix_files as files
 from .checks import byte_views
 from .posix_direct import LARGE_FILE, DirectFile
 from .protocol import CopySource
-from .writer_base import SharedObject, WriterBase, aside_name, check_total
+from .writer_base import SharedWriter, WriterBase, aside_name, check_total
 
 # Ranges of files that share their extents with another file (reflinks of XFS, Btrfs, bcachefs, NFS 4.2): a copy that writes nothing.
 
@@ -272,7 +272,7 @@ COHERENT = frozenset((*_LOCAL, *_CLUSTER))
 keep theirs. What is not in the list is taken for one that is not: whole parts are slower, and never wrong."""
 
 
-class PosixSharedObject(SharedObject, PosixWriter):
+class PosixSharedObject(SharedWriter, PosixWriter):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
     def __init__(self, *, file: str, root: str, size: int, token: str | None) -> None:

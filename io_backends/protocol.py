@@ -17,15 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckpt.concurrency import run_tasks
 from ckpt.errors import UsageError
 
 from .checks import check_prefix, too_large
-
-if TYPE_CHECKING:
-    from .writer_base import SharedObject
 
 _W = TypeVar("_W", bound="Writer")
 
@@ -148,6 +145,37 @@ class Writer(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()  # does nothing after commit
+
+
+class SharedObject(Protocol):
+    """One process's side of an object of known size.
+
+    ``write``                                     as ``Writer.write``; where ``part_size`` is not 0 only whole parts:
+                                                  bytes ``[n·part_size, (n+1)·part_size)`` or up to the end, each by one process, once
+    ``flush``                                     all that this process wrote is durable; gives JSON for ``complete``
+    ``complete``, every byte is in some receipt   the object exists, whole and durable
+    ``complete``, some byte is in none            StorageError; nothing shows
+    ``complete``, the name is taken               ConflictError, unless ``replace``: then readers see the old or the new
+    ``abort``, in the process that began it       nothing of it is left, unless it was published
+    ``abort``, in the others; ``close``           this process writes no more
+    """
+
+    part_size: int
+    """Bytes of which writes have to be made; 0: any ranges."""
+
+    @property
+    def token(self) -> str:
+        """With it other processes join."""
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None: ...
+
+    def flush(self) -> Any: ...
+
+    def complete(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class CopySource:
@@ -324,7 +352,7 @@ class Backend(Protocol):
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the
-        storage cannot (``writer_base.SharedObject``). Whether the name is free counts when it is published."""
+        storage cannot (``SharedObject``). Whether the name is free counts when it is published."""
         return None
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:

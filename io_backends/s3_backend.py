@@ -23,12 +23,12 @@ from .s3_client import LANES, Checks, ConfirmedPart, S3Client, client_of
 from .s3_probing import abilities, assume, checks_of, conditional, part_checks_of, probe
 from .s3_tries import DEFAULT, S3Options
 from .s3_writer import PART, SINGLE, S3CopySource, S3Writer, part_size
-from .writer_base import SharedObject, check_total
+from .writer_base import SharedWriter, check_total
 
 # An object that several processes send parts of: one upload, whose id is the token.
 
 
-class S3SharedObject(SharedObject, S3Writer):
+class S3SharedObject(SharedWriter, S3Writer):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
     def __init__(self, key: objects.Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:

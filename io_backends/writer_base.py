@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from ckpt.errors import AccessError, StorageError, UsageError
 
@@ -243,34 +243,11 @@ class GatheringWriter(WriterBase):
 # :func:`left_behind` finds.
 
 
-class SharedObject(WriterBase):
-    """One process's side of an object of known size.
+class SharedWriter(WriterBase):
+    """One process's side of an object that several write."""
 
-    ``write``                                     as ``Writer.write``; where ``part_size`` is not 0 only whole parts:
-                                                  bytes ``[n·part_size, (n+1)·part_size)`` or up to the end, each by one process, once
-    ``flush``                                     all that this process wrote is durable; gives JSON for ``complete``
-    ``complete``, every byte is in some receipt   the object exists, whole and durable
-    ``complete``, some byte is in none            StorageError; nothing shows
-    ``complete``, the name is taken               ConflictError, unless ``replace``: then readers see the old or the new
-    ``abort``, in the process that began it       nothing of it is left, unless it was published
-    ``abort``, in the others; ``close``           this process writes no more
-    """
-
-    part_size: int
-    """Bytes of which writes have to be made; 0: any ranges."""
     _owned: bool
     """What is left goes with an abort here."""
-
-    @property
-    @abstractmethod
-    def token(self) -> str:
-        """With it other processes join."""
-
-    @abstractmethod
-    def flush(self) -> Any: ...
-
-    @abstractmethod
-    def complete(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
 
     def close(self) -> None:
         self._owned = False

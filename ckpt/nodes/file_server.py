@@ -28,8 +28,8 @@ from ckpt.errors import (
     error_to_json,
 )
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
-from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
-from ckpt.io_backends.writer_base import SharedObject, WriterBase
+from ckpt.io_backends.protocol import Backend, ObjectMeta, SharedObject, Writer
+from ckpt.io_backends.writer_base import WriterBase
 from ckpt.net import wire
 from ckpt.net.connections import ConnectionServer
 from ckpt.net.dialing import IdleConnections
