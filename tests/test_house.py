@@ -65,7 +65,7 @@ WITHOUT_TORCH = (
     *(f"ckpt.nodes.memory_{name}" for name in ("backend", "client", "connection", "daemon", "remote", "store")),
     *(f"ckpt.live.{name}" for name in ("control", "holdings", "offered", "pieces", "pull", "registry", "relay")),
     *(f"ckpt.live.{name}" for name in ("segment", "server")),
-    *(f"ckpt.runs.{name}" for name in ("alerts", "events", "orphans", "rebuild", "removal", "report", "step_listing")),
+    *(f"ckpt.runs.{name}" for name in ("alerts", "events", "orphans", "removal", "report", "step_listing")),
     *("ckpt.runs.tiers", "ckpt.telemetry.progress", "ckpt.telemetry.spans"),
 )
 TORCH_AT_START = tuple(f"ckpt.{room}" for room in ("converters", "integrations", "live", "testing", "training"))

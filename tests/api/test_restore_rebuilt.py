@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.errors import CorruptError, NamesError
-from ckpt.runs.rebuild import rebuild_checkpoint
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 
 LOST = ("values", "aliases and padding", "metrics and tags")
 
