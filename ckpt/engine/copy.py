@@ -96,8 +96,7 @@ def copy_checkpoint(
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
     """
-    source, target = url_text(source), url_text(target)
-    began = time.monotonic()
+    source, target, began = url_text(source), url_text(target), time.monotonic()
     check_flags(dry_run=dry_run, compare=compare)
     check_progress(progress)
     workers = THREADS if threads is None else settings.threads(threads)
