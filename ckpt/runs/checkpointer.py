@@ -25,6 +25,7 @@ from ckpt.engine.save.base import SaveBase
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
+from ckpt.formats.native.commit import Branches
 from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
@@ -489,12 +490,18 @@ class Checkpointer:
             self._bases.of(self._place(n), self._options),
             metrics=metric_values(metrics),
             earlier=partial(self._earlier, n) if self._tiers.uploader is not None or self._joint is not None else None,
-            branches=partial(self._lineage.of, n),
+            branches=partial(self._branches, n),
             placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
             progress=callback_of(progress=self._progress, leads=self._group.rank == self._group.leader, title=f"save {self._place(n)}"),
         )
         wait_for_pending_save(self._group)
         return made, options
+
+    def _branches(self, n: int) -> Branches:
+        """On the leader: what led to step ``n``."""
+        if self._joint is None:
+            self._tiers.later.check_no_member()
+        return self._lineage.of(n)
 
     def _earlier(self, n: int, replaced: str | None) -> str | None:
         """The id of a save that the one of step ``n`` comes after, beside that which it has ``replaced``."""

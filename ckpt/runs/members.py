@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeVar
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
-from ckpt.formats.native.virtual import GENERATION_PATH, MARKS
+from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.text import parse_object
@@ -175,6 +175,19 @@ def joint_steps(backend: Backend, root: str) -> list[Step]:
     """As ``list_steps`` gives them, without a look into the directories of the members."""
     names = [name.rstrip("/") for name in backend.list_dir("") if name.endswith("/")]
     return in_order(read_steps(backend, root, [name for name in names if step_number(name) is not None]).values())
+
+
+def check_no_member(run: str) -> None:
+    """Raise UsageError if a job that saves by itself would save to the directory of a member, whose steps are those of all members."""
+    try:  # one request, and no listing of what may be thousands of other runs
+        above, name = split_url(open_backend(run))
+        backend = open_backend(above)
+        data = backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
+    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
+        return
+    if name in Generation.from_bytes(data, join_url(backend.url, GENERATION_PATH)).members:
+        hint = f"Checkpointer({backend.url!r}, member=ckpt.Member({name!r}, of=...)), or another directory for a job of its own"
+        raise UsageError("only a member of the run of several jobs saves to its directory", where=run, hint=hint)
 
 
 def joint_uses(run: str, steps: Sequence[Step]) -> dict[str, str]:

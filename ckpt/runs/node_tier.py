@@ -46,6 +46,9 @@ class SharedLocal:
 
     def __post_init__(self) -> None:
         check_arguments(keep=self.keep)
+        if not isinstance(self.directory, str | os.PathLike):
+            text = f"local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not {type(self.directory).__name__}"
+            raise UsageError(text, hint='local="/scratch/run"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,8 @@ class NodeLocal:
 
     def __post_init__(self) -> None:
         check_arguments(keep=self.keep)
-        if not is_file_system(url_text(self.directory)) and not is_memory(url_text(self.directory)):
+        text = url_text(self.directory) if isinstance(self.directory, str | os.PathLike) else None
+        if text is None or not (is_file_system(text) or is_memory(text)):
             hint = 'give a path or "memory://name"; root= takes the URL of an object store'
             raise UsageError(f"NodeLocal takes a directory or this machine's memory, not {self.directory!r}", hint=hint)
         if self.copies is not None:

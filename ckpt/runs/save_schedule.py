@@ -137,7 +137,7 @@ class Preemption:
     """``noticed`` is set once one of the signals has come."""
 
     def __init__(self, signals: Sequence[int]) -> None:
-        self.signals = tuple(dict.fromkeys(signals))  # a handler that was set twice would be the one before itself
+        self.signals = signals
         self.noticed = threading.Event()
         self._before: dict[int, Any] = {}
 
@@ -183,9 +183,14 @@ class SaveSchedule:
         self._last_step: int | None = None
         self._last_at: float | None = None
         self._before: tuple[int | None, float | None] = None, None
-        self._preemption = Preemption(policy.watched_signals)
+        try:
+            signals = tuple(dict.fromkeys(policy.watched_signals))  # a handler that was set twice would be the one before itself
+        except TypeError as err:
+            hint = "a property that gives a tuple: return (signal.SIGTERM,)"
+            raise UsageError(f"watched_signals of {policy!r} are no numbers of signals: {err}", hint=hint) from err
+        self._preemption = Preemption(signals)
         self._agreement: StepAgreement | None = None
-        if policy.watched_signals:
+        if signals:
             self._preemption.watch()
         if self._leader_part is not None and group.size > 1:
             self._agreement = StepAgreement(group, group.own_store(), timeout)

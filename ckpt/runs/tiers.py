@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ from ckpt.io_backends.registry import is_file_system, open_backend, real_url
 from ckpt.policies import All, KeepPolicy, Latest, retention
 
 from .lineage import branches_after
+from .members import check_no_member
 from .node_tier import SpreadTier
 from .removal import infos, remove_step, remove_steps
 from .step_listing import KnownSteps, Step, check_release, step_url, with_abandoned
@@ -74,6 +76,8 @@ class Tiers:
         self._known_first = KnownSteps(self._removable) if self._removable is not None else self._known_root
         self._retaining = Rounds(self.retain, "ckpt-retain")
         self._retaining_root = Rounds(self.retain_root, "ckpt-retain-root")
+        self._no_member = False
+        """Whether it was looked at that the root is not the directory of a member."""
         self._swept = False
         """Whether what earlier lives of the job have left in memory is freed."""
         self._published: set[str | None] = set()
@@ -102,6 +106,16 @@ class Tiers:
         self._last_seen = max((id for id in (self._last_seen, id) if id is not None), default=None)
         ids = self._last_seen, self.nearer.earlier(n) if self.nearer is not None else None
         return max((id for id in ids if id is not None), default=None)
+
+    def check_no_member(self) -> None:
+        """Once, before a job that saves by itself saves to the root: it is none of a run of several jobs."""
+        if not self._no_member:
+            check = partial(check_no_member, self.root)
+            if self.local is None:
+                check()
+            else:
+                self._asked(check, f"whether {self.root} is of a run of several jobs")
+            self._no_member = True
 
     def look(self) -> list[Step]:
         """As :meth:`run`, for a save: with a local tier it takes a few seconds at most, and is without what the root has if that does not

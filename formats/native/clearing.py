@@ -170,8 +170,8 @@ def _base_record(backend: Backend, base: BaseFiles, before: CommitRecord | None 
         if record.id == base.id and (before is None or record.index == before.index):
             return record, None
         what = "replaced by another save" if record.id != base.id else "replaced by a copy of it, which has other files,"
-    message = f"the base {base.name}, which has tensors of this save, was {what} meanwhile"
-    return None, ConflictError(message, where=backend.url, hint="save again, without a base")
+    message = f"the earlier checkpoint {base.name}, which has tensors of this save, was {what} meanwhile"
+    return None, ConflictError(message, where=backend.url, hint="save again, without reuse=")
 
 
 def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None:
@@ -185,10 +185,10 @@ def _reference_problem(backend: Backend, base: BaseFiles) -> StorageError | None
     if not lost:
         return None
     message = (
-        f"{len(lost)} of {len(base.sizes)} files that have tensors of this save, by way of the base {base.name}, are not there any more, "
-        f"or not whole; the first is {lost[0]}: {there.get(lost[0], 'no')} of {base.sizes[lost[0]]} bytes"
+        f"{len(lost)} of {len(base.sizes)} files that have tensors of this save, by way of the earlier checkpoint {base.name}, are not "
+        f"there any more, or not whole; the first is {lost[0]}: {there.get(lost[0], 'no')} of {base.sizes[lost[0]]} bytes"
     )
-    hint = "save again, without a base; `ckpt verify` shows which other checkpoints lack files"
+    hint = "save again, without reuse=; `ckpt verify` shows which other checkpoints lack files"
     return ConflictError(message, where=backend.url, hint=hint)
 
 

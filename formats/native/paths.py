@@ -179,7 +179,7 @@ def check_not_replaced(references: Iterable[str], base: str, name: str) -> None:
         raise ConflictError(
             f"{base} refers to files of {name}, which this save would replace",
             where=name,
-            hint="save to another URL, or without a base",
+            hint="save to another URL, or without reuse=",
         )
 
 

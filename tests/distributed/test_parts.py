@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,7 +51,7 @@ def load(url: str, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return before, full(state), hint
 
 
-def different(url: str) -> str:
+def different(url: str) -> list[str]:
     rank = torch.distributed.get_rank()
     # A stage of a pipeline may be frozen as a whole.
     stage = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2).requires_grad_(rank == 1)])})
@@ -58,8 +60,12 @@ def different(url: str) -> str:
     try:
         ckpt.save(url, job(2, 0), only="model.*" if rank else "model.1.*")
     except ckpt.errors.ConsistencyError as err:
-        return err.message
-    return ""
+        problems = [err.message]
+    with suppress(ckpt.errors.ConsistencyError), ckpt.Checkpointer(f"{url}-reuse", reuse=rank == 1) as c:
+        with pytest.raises(ckpt.errors.ConsistencyError, match="different options: .*reuse=True on rank 1") as refused:
+            c.save(1, job(2, 0)).result()
+        problems.append(refused.value.message)
+    return problems
 
 
 def test_a_part_of_a_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
@@ -70,5 +76,6 @@ def test_a_part_of_a_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
         for name, tensor in after.items():
             assert torch.equal(tensor, before[name] if name.startswith("0.") else saved[name])
         assert "trainable=True" in hint
-    assert all("different options" in text for text in ranks.run(2, different, str(tmp_path / "b")))
+    assert all("different options" in text for texts in ranks.run(2, different, str(tmp_path / "b")) for text in texts)
+    assert not ckpt.list_steps(tmp_path / "b-reuse")
     assert set(ckpt.open(str(tmp_path / "b-stages"))) == {"model.layers.1.weight", "model.layers.1.bias"}

@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,30 @@ def test_a_checkpointer_of_a_joint_run_restores_what_is_joint_alone(root: str) -
         with pytest.raises(UsageError, match="step 1 is not after the one that the members of this run went on from"):
             c.save(1, state)
     assert [s.number for s in list_steps(f"{root}/trainer")] == [1], "what belongs to no joint step is removed"
+
+
+@pytest.mark.parametrize("tier", [False, True])
+def test_a_checkpointer_of_its_own_saves_to_no_directory_of_a_member(root: str, tier: bool) -> None:
+    """By its retention, or by a save of the same step, joint steps would lose their parts."""
+    state = {"w": torch.ones(3)}
+    with one_member(root) as c:
+        c.restore(state)
+        for n in (1, 2, 3):
+            c.save(n, state)
+            c.wait()
+    with ckpt.Checkpointer(f"{root}/trainer", keep=Latest(1), local=f"{root}-local" if tier else None) as alone:
+        assert alone.restore(state) == 3
+        for n in (3, 4):
+            with pytest.raises(UsageError, match="only a member of the run of several jobs saves to its directory"):
+                alone.save(n, state).result()
+            with suppress(UsageError):
+                alone.wait()
+    assert [s.number for s in list_steps(f"{root}/trainer")] == [1, 2, 3]
+    with ckpt.Checkpointer(f"{root}/judge", keep=Latest(1)) as other:  # beside them
+        for n in (1, 2):
+            other.save(n, state)
+            other.wait()
+    assert [s.number for s in list_steps(f"{root}/judge")] == [2]
 
 
 def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none_from_it(root: str) -> None:

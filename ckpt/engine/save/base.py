@@ -163,9 +163,9 @@ class OpenedBase:
     def __init__(self, base: SaveBase, here: Backend, catalog: Catalog) -> None:
         """``here``: where it is."""
         if not isinstance(catalog, NativeCatalog):
-            raise FormatError("a virtual checkpoint has no data files to refer to", where=base.url, hint="name another base")
+            raise FormatError("a virtual checkpoint has no data files to refer to", where=base.url, hint="name another step as reuse=")
         if base.id is not None and catalog.record.id != base.id:
-            raise ConflictError("the base was replaced by another save", where=base.url, hint="save without a base, or name this one")
+            raise ConflictError("another save has replaced what reuse= names", where=base.url, hint="save without reuse=, or name this one")
         self.url = here.url
         self.name = split_url(here)[1]
         self.id = catalog.record.id
@@ -267,7 +267,7 @@ def find_base(
         hint = "name another step of the same run as reuse="
         if elsewhere:
             hint = f"copy it into {own_run} first (`ckpt cp`) and name the copy, or save the part that changes: trainable=True"
-        raise UsageError(f"the base {base.url} {what}", where=backend.url, hint=hint)
+        raise UsageError(f"the earlier checkpoint {base.url} {what}", where=backend.url, hint=hint)
     if own and own[-1].fits(plan):
         return own[-1]
     if base.catalog is not None:

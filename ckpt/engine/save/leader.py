@@ -113,7 +113,7 @@ class Leader:
             each = "; ".join(f"{options} on {ranks_text(ranks)}" for options, ranks in by_options)
             raise ConsistencyError(
                 f"the ranks save with different options: {each}",
-                hint="give merge_flat_shards=, codec=, only= and trainable= alike on every rank",
+                hint="give merge_flat_shards=, codec=, reuse=, only= and trainable= alike on every rank",
             )
         if "idle" in next(iter(rows.values())):
             check_part(self.call, rows.values())

@@ -79,6 +79,7 @@ class Incremental(Extension):
     plan: RankPlan
 
     def begin(self, row: Row) -> None:
+        row["options"] += " reuse=True"
         if self.reuse.directory:  # all ranks must refer to one save of one base
             row["options"] += f" base={self.reuse.directory} {self.reuse.id}"
             row["base"] = [self.reuse.directory, self.reuse.id]
@@ -140,8 +141,8 @@ def find_reuse(job: SaveJob, backend: Backend, shard_table: ShardTable, source: 
             alike = chunks.shared(plan, numbers, max(threads, backend.io_hints.concurrency))
             check_not_replaced({chunk.file.path for chunk in alike.values()}, chunks.name, split_url(backend)[1])
             if base.required and plan.chunks and not chunks.has_any(plan):
-                what = "the base has none of this state's tensors: another name, dtype or shape each"
-                raise MismatchError(what, where=base.url, hint="name another base")
+                what = "what reuse= names has none of this state's tensors: another name, dtype or shape each"
+                raise MismatchError(what, where=base.url, hint="name another step as reuse=")
     except CkptError as err:
         if base is None or base.required:
             raise
