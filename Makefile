@@ -49,10 +49,10 @@ quick: venv
 # 10 GB below .matrix, as pip's torch for Linux brings CUDA's libraries: make matrix PYTHON_OLDEST=python3.10 PYTHON_NEWEST=python3.13
 matrix: oldest newest
 
-oldest: .matrix/oldest/.installed
+oldest: .matrix/oldest/.installed s3-server
 	.matrix/oldest/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' -p no:cacheprovider $(QUICK) $(PYTEST_ARGS)
 
-newest: .matrix/newest/.installed
+newest: .matrix/newest/.installed s3-server
 	.matrix/newest/bin/python -m pytest -q -n $(WORKERS) --dist loadfile -m 'not alone' -p no:cacheprovider $(QUICK) $(PYTEST_ARGS)
 
 .matrix/oldest/.installed: pyproject.toml constraints/oldest.txt

@@ -5,8 +5,10 @@ from __future__ import annotations
 import selectors
 import socket
 import time
+from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,7 @@ from ckpt.net import connections, dialing
 from ckpt.net.connections import Listener
 from ckpt.net.dialing import Dialer
 from ckpt.net.endpoints import prepare
-from ckpt.net.streams import PURPOSE, Hello, Sending, Views
+from ckpt.net.streams import PURPOSE, RECORD, Feed, Hello, Sending, Views
 from ckpt.net.wire import Prover
 
 SECRET = bytes(range(16))
@@ -159,3 +161,33 @@ def test_the_kernel_gives_up_a_silent_machine_within_the_timeout() -> None:
         assert options["TCP_KEEPIDLE"] + options["TCP_KEEPINTVL"] * options["TCP_KEEPCNT"] <= 8
         prepare(sock, 1e9)  # what the kernel takes
         prepare(sock, 0.001)
+
+
+# ------------------------------------ Streams whose bytes become known while they flow: nothing that was put in before the end is left out.
+
+
+class Hurried(deque[Any]):
+    """A queue that another thread puts a last piece into, and closes the feed, just after somebody saw it empty."""
+
+    def __init__(self, feed: Feed) -> None:
+        self.feed = feed
+        self.late = True
+
+    def __bool__(self) -> bool:
+        found = len(self) > 0
+        if not found and self.late:
+            self.late = False
+            self.feed.put_slot(3, 4, slot=5, generation=6, digest=7, packed=list, sent=lambda: None)
+            self.feed.close()
+        return found
+
+
+def test_a_last_piece_before_the_end_is_sent() -> None:
+    feed = Feed(1)
+    feed._queue = Hurried(feed)
+    feed.answered(opened=True)
+    here, there = socket.socketpair()
+    with here, there:
+        assert not feed.send(here)
+        assert feed.send(here)
+        assert RECORD.unpack(there.recv(4096)) == (3, 4, 5, 6, 7)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
+from ckpt import settings
 from ckpt.errors import CkptError, UsageError
 from ckpt.net import endpoints
 from ckpt.net.endpoints import InterfaceAddress, choose, from_here, interface_addresses, is_loopback, own_addresses
+from ckpt.settings import NAMES, warn_of_misspelt
 
 KNOWN = [
     InterfaceAddress(interface=name, host=host)
@@ -114,3 +118,38 @@ def test_listening_with_too_many_files_says_so(machine: pytest.MonkeyPatch) -> N
     with pytest.raises(CkptError, match="Too many open files") as caught:
         endpoints.listen(None)
     assert "ulimit -n" in str(caught.value)
+
+
+# ------------------------------ The environment variables: what they may hold, and that their table and the user's page name the same ones.
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPT_DIRECT", raising=False)
+    assert settings.direct() == "auto"
+    for mode in ("auto", "on", "off"):
+        monkeypatch.setenv("CKPT_DIRECT", mode)
+        assert settings.direct() == mode
+    monkeypatch.setenv("CKPT_DIRECT", "yes")
+    with pytest.raises(UsageError, match="CKPT_DIRECT"):
+        settings.direct()
+
+
+def test_every_variable_is_documented() -> None:
+    read = set(re.findall(r'"(CKPT_\w+)"', Path(settings.__file__).read_text()))
+    table = set(re.findall(r"^``(CKPT_\w+)``", settings.__doc__ or "", re.MULTILINE))
+    page = set(re.findall(r"^\| `(CKPT_\w+)` \|", (ROOT / "docs" / "environment.md").read_text(), re.MULTILINE))
+    assert read == table == page == set(NAMES)
+    assert "CKPT_DIRECT" in read
+
+
+def test_a_misspelt_variable_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Not those of the user that only begin like ours."""
+    for name in ("CKPT_TIMOUT", "CKPT_DIR", "CKPT_PATH", "CKPT_TIMEOUT"):
+        monkeypatch.setenv(name, "5")
+    warn_of_misspelt.cache_clear()
+    assert settings.timeout(None) == settings.timeout(None) == 5
+    assert [record.getMessage() for record in caplog.records] == [
+        "the environment variable CKPT_TIMOUT is ignored: ckpt has none of this name. Did you mean CKPT_TIMEOUT?"
+    ]

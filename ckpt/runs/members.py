@@ -177,39 +177,29 @@ def joint_steps(backend: Backend, root: str) -> list[Step]:
     return in_order(read_steps(backend, root, [name for name in names if step_number(name) is not None]).values())
 
 
-def _run_above(run: str) -> tuple[Backend, str, list[Step]] | None:
-    """The run of several jobs that ``run`` lies in, its name there, and the joint steps; None if there is none."""
-    try:
-        above, name = split_url(open_backend(run))
-        backend = open_backend(above)
-        joint = joint_steps(backend, above)
-        there = any(s.members for s in joint) or is_there(backend, GENERATION_PATH)
-    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
-        return None
-    return (backend, name, joint) if there else None
-
-
 def check_no_member(run: str) -> None:
     """Raise UsageError if a job that saves by itself would save to the directory of a member, whose steps are those of all members."""
-    above = _run_above(run)
-    if above is None:
-        return
-    backend, name, joint = above
-    members = {c.path.partition("/")[0] for s in joint for c in s.members.values()}
-    if is_there(backend, GENERATION_PATH):
+    try:  # one request, and no listing of what may be thousands of other runs
+        above, name = split_url(open_backend(run))
+        backend = open_backend(above)
         data = backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
-        members |= {*Generation.from_bytes(data, join_url(backend.url, GENERATION_PATH)).members}
-    if name in members:
+    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
+        return
+    if name in Generation.from_bytes(data, join_url(backend.url, GENERATION_PATH)).members:
         hint = f"Checkpointer({backend.url!r}, member=ckpt.Member({name!r}, of=...)), or another directory for a job of its own"
         raise UsageError("only a member of the run of several jobs saves to its directory", where=run, hint=hint)
 
 
 def joint_uses(run: str, steps: Sequence[Step]) -> dict[str, str]:
     """Which of ``steps`` have to stay because ``run`` is that of a member: by id, what needs them. Empty for any other run."""
-    beside = _run_above(run)
-    if beside is None:
+    try:
+        above, member = split_url(open_backend(run))
+        backend = open_backend(above)
+        joint = joint_steps(backend, above)
+        if not any(s.members for s in joint) and not is_there(backend, GENERATION_PATH):
+            return {}
+    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
         return {}
-    backend, member, joint = beside
     damaged = next((directory_name(s) for s in joint if s.damaged), None)
     uses = {} if damaged is None else {s.id: f"../{damaged}, whose record is damaged" for s in steps if s.id is not None}
     for s in joint:

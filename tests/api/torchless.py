@@ -1,4 +1,4 @@
-"""What processes without torch do in ``test_without_torch.py``: nothing here imports it."""
+"""What processes without torch do in ``test_dry_runs.py``: nothing here imports it."""
 
 from __future__ import annotations
 

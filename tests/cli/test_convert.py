@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from safetensors.numpy import load_file
 
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.engine.verify import verify
-from tests.cli.checkpoints import write_checkpoint
+from ckpt.io_backends import open_backend
+from ckpt.io_backends.conformance.reading import everything
+from tests.cli.checkpoints import data_files, flip, sample, write_checkpoint
 from tests.cli.running import run
 
 HF = Path(__file__).parents[1] / "fixtures" / "hf"
@@ -184,3 +187,149 @@ def test_configuration_of_an_export(tmp_path: Path) -> None:
         assert {p.name for p in (tmp_path / name).iterdir()} == files[name] | {"model.safetensors"}
     done = CliRunner().invoke(cli, ["convert", "--to", "torch", "--config", str(model), str(tmp_path / "s"), str(tmp_path / "t.pt")])
     assert done.exit_code == 2
+
+
+# --------------------------------------------------------------------------------- ``ckpt cp`` as a command: what it says, and how it ends.
+
+
+@pytest.fixture
+def copied_step(tmp_path: Path) -> Path:
+    write_checkpoint(str(tmp_path / "run" / "step-00000007"), sample())
+    return tmp_path / "run" / "step-00000007"
+
+
+def test_copies_into_a_run_under_its_own_name(tmp_path: Path, copied_step: Path) -> None:
+    found = run("cp", str(copied_step), f"{tmp_path}/other/", "--json")
+    assert found.exit_code == 0
+    said = json.loads(found.stdout)
+    expected = everything(open_backend(str(copied_step)))
+    assert everything(open_backend(str(tmp_path / "other" / "step-00000007"))) == expected
+    size = sum(len(d) for p, d in expected.items() if p != "checkpoint.json")
+    assert said == {
+        "source": str(copied_step),
+        "target": f"{tmp_path}/other/step-00000007",
+        "id": json.loads(expected["checkpoint.json"])["id"],
+        "files": 6,
+        "bytes": size,
+        "copied_files": 6,
+        "copied_bytes": size,
+        "committed": True,
+        "uncompared_bytes": 0,
+        "seconds": said["seconds"],
+        "dry_run": False,
+    }
+    assert "6 files already at the destination" in run("cp", str(copied_step), f"{tmp_path}/other/").stdout
+
+
+def test_a_dry_run_only_tells(tmp_path: Path, copied_step: Path) -> None:
+    found = run("cp", str(copied_step), str(tmp_path / "copy"), "--dry-run")
+    assert found.exit_code == 0
+    assert found.stdout.startswith("would copy 6 files")
+    assert not (tmp_path / "copy").exists()
+    assert run("cp", "-q", str(copied_step), str(tmp_path / "copy")).stdout == ""
+    assert (tmp_path / "copy" / "checkpoint.json").exists()
+
+
+@pytest.mark.parametrize("command", ["cp", "import", "convert"])
+def test_nothing_is_put_beside_what_is_no_checkpoint_of_ours(tmp_path: Path, copied_step: Path, command: str) -> None:
+    """A model of Hugging Face would be hidden by it; so would a directory of data files with other names."""
+    arguments = [command, "--to", "native"] if command == "convert" else [command]
+    target = tmp_path / "model"
+    for name in ("model.safetensors", "data/train.bin", "logs/a/events"):
+        file = target / name
+        file.parent.mkdir(parents=True)
+        file.write_bytes(b"{}")
+        before = sorted(target.rglob("*"))
+        refused = run(*arguments, str(copied_step), str(target))
+        assert refused.exit_code == 33, refused.output
+        assert f"something is there already: {name.partition('/')[0]}" in refused.stderr
+        assert "remove what is there" not in refused.stderr  # other runs, perhaps
+        assert sorted(target.rglob("*")) == before
+        shutil.rmtree(target)
+    (target / "empty").mkdir(parents=True)
+    (target / ".hidden").touch()
+    assert run(*arguments, str(copied_step), str(target)).exit_code == 0
+
+
+def test_nothing_is_put_into_another_checkpoint(tmp_path: Path, copied_step: Path) -> None:
+    target = tmp_path / "copy"
+    assert run("cp", str(copied_step), str(target)).exit_code == 0
+    before = sorted(target.rglob("*"))
+    refused = run("cp", str(copied_step), f"{target}/")
+    assert (refused.exit_code, sorted(target.rglob("*"))) == (33, before)
+    assert "DST is a checkpoint itself" in refused.stderr
+
+
+def test_exit_codes_of_cp(tmp_path: Path, copied_step: Path) -> None:
+    assert run("cp", str(tmp_path / "no"), str(tmp_path / "copy")).exit_code == 10
+    assert run("cp", str(copied_step), str(copied_step)).exit_code == 2
+    write_checkpoint(str(tmp_path / "other"), {"x": np.ones(2)})
+    assert run("cp", str(copied_step), str(tmp_path / "other")).exit_code == 33
+    flip(data_files(copied_step)[0], data_files(copied_step)[0].stat().st_size - 1)
+    assert run("cp", str(copied_step), str(tmp_path / "copy")).exit_code == 20
+    assert run("cp", str(tmp_path / "run"), str(tmp_path / "copy")).exit_code == 12
+
+
+# ------------------------------------------------------ ``ckpt merge`` as a command: what it says, which weights it takes, and how it ends.
+
+
+def run_merge(*args: object) -> Result:
+    return CliRunner().invoke(cli, ["merge", *map(str, args)])
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> list[str]:
+    urls = [str(tmp_path / "run" / f"step-{i}") for i in range(3)]
+    for i, url in enumerate(urls):
+        ckpt.save(url, {"w": torch.full((2,), float(i)), "step": i})
+    return urls
+
+
+def value(url: Path) -> float:
+    return float(ckpt.open(url)["w"].read()[0])
+
+
+def test_what_merge_says(tmp_path: Path, steps: list[str]) -> None:
+    out = tmp_path / "out"
+    planned = run_merge(out, *steps, "--dry-run")
+    assert planned.stdout.startswith("would write 1 tensor, 8 B in 1 file") and not out.exists()
+    done = run_merge(out, *steps, "--weights", "1/2,0.3,1/5")
+    first, *rows = done.stdout.splitlines()
+    assert first.startswith(f"ok: {out}: 1 tensor, 8 B in 1 file")
+    assert rows == [f"  {weight} x {url}" for weight, url in zip(("0.5", "0.3", "0.2"), steps, strict=True)]
+    assert done.stderr == f"tensors: 1 averaged, 0 equal in all, 0 copied; step, options and other values come from {steps[0]}\n"
+    assert value(out) == pytest.approx(0.7)
+
+
+def test_the_newest_of_a_run(tmp_path: Path, steps: list[str]) -> None:
+    """Their values come from the newest one."""
+    done = run_merge(tmp_path / "out", "--last", 2, tmp_path / "run", "--json")
+    document = json.loads(done.stdout)
+    assert (document["sources"], document["weights"], document["values_from"]) == (steps[1:], [0.5, 0.5], steps[2])
+    assert (document["averaged"], document["dry_run"], document["written"]["finished"]) == (1, False, True)
+    assert value(tmp_path / "out") == 1.5 and ckpt.open(tmp_path / "out").state()["step"] == 2
+    assert run_merge("-q", tmp_path / "quiet", *steps, "--values-from", 2).stdout == ""
+    assert ckpt.open(tmp_path / "quiet").state()["step"] == 1
+
+
+def test_exit_codes_of_merge(tmp_path: Path, steps: list[str]) -> None:
+    out = tmp_path / "out"
+    ckpt.save(tmp_path / "nan", {"w": torch.tensor([1.0, float("nan")]), "step": 0})
+    ckpt.save(tmp_path / "other", {"v": torch.ones(2)})
+    for arguments, code in (
+        ((*steps, "--weights", "0.5,0.3,0.1"), 2),
+        ((*steps, "--weights", "1/0,1,1"), 2),
+        ((*steps, "--weights", "a,b"), 2),
+        ((*steps, "--last", "2"), 2),
+        ((*steps, "--values-from", "4"), 2),
+        ((*steps, "--schedule", "step"), 2),
+        ((tmp_path / "run", "--last", "4"), 10),
+        ((steps[0], tmp_path / "other"), 21),
+        ((steps[0], tmp_path / "nan"), 22),
+    ):
+        result = run_merge(out, *arguments)
+        assert result.exit_code == code, result.stderr
+        assert not out.exists() or not any(out.iterdir())
+    assert run_merge(out, steps[0], tmp_path / "nan", "--allow-nan").exit_code == 0
+    assert run_merge(tmp_path / "more", *steps, "--weights", "1,1,1", "--any-sum").exit_code == 0
+    assert value(tmp_path / "more") == 3

@@ -16,9 +16,10 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
+from ckpt import convert
 from ckpt import settings as limits
 from ckpt.cli.main import cli
 from ckpt.converters import comparison
@@ -372,3 +373,35 @@ def test_values_are_compared_inside_dicts_and_lists(tmp_path: Path) -> None:
     changes = {c["path"]: [c["left"], c["right"]] for v in document["value_differences"] for c in v["changes"]}
     assert changes == {path: [None if side == "nothing" else side for side in sides] for path, sides in expected.items()}
     assert [v["path"] for v in document["value_differences"]] == ["c.gone", "c.sizes"]
+
+
+# ------------------------------------------- What belongs to optimizers, also to those whose groups do not say which parameters are theirs.
+
+WEIGHT, MOMENT = torch.randn(6, 5), torch.randn(6, 5)
+
+
+@pytest.fixture(params=["param_groups", "groups"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    optimizer = {"state": {"model.w": {"exp_avg": MOMENT}}, request.param: [{"lr": 1.0, "wd_mult": 0.0}]}
+    ckpt.save(str(tmp_path / "source"), {"model": {"w": WEIGHT}, "optimizer": optimizer, "step": 7})
+    return str(tmp_path / "source")
+
+
+def test_without_optimizer(source: str, tmp_path: Path) -> None:
+    report = convert(source, str(tmp_path / "made"), to="native", optimizer=False)
+    view = ckpt.open(str(tmp_path / "made"))
+    assert list(view) == ["model.w"] and view.state().keys() == {"model", "step"}
+    assert report.left_out == ("optimizer.state.model.w.exp_avg",)
+
+
+def test_moments_keep_their_dtype(source: str, tmp_path: Path) -> None:
+    convert(source, str(tmp_path / "made"), to="native", dtype="bfloat16")
+    view = ckpt.open(str(tmp_path / "made"))
+    assert torch.equal(view["model.w"].read(), WEIGHT.bfloat16())
+    assert torch.equal(view["optimizer.state.model.w.exp_avg"].read(), MOMENT)
+
+
+def test_the_model_is_the_only_part_with_tensors(source: str, tmp_path: Path) -> None:
+    convert(source, str(tmp_path / "made"), to="hf")
+    found = load_file(tmp_path / "made" / "model.safetensors")
+    assert found.keys() == {"w"} and torch.equal(found["w"], WEIGHT)

@@ -13,18 +13,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
+import ckpt
 from ckpt import ConvertReport, convert
+from ckpt.cli.main import cli
 from ckpt.converters import conversion
 from ckpt.converters.comparison import compare
+from ckpt.converters.importer import import_checkpoint
+from ckpt.converters.mapping.convention import numbers_of_files, translated_views
+from ckpt.converters.selection import OutputTensor
 from ckpt.converters.semantic import check_semantic
+from ckpt.converters.targets.megatron_optimizer import STATES, optimizer_of
+from ckpt.dtypes import dtype
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, UsageError
 from ckpt.formats.megatron.stored_buffers import Buckets, likely_buckets
 from ckpt.formats.megatron.training import MegatronCatalog
 from ckpt.formats.registry import open_catalog
+from ckpt.plan.views import whole
 from tests.cli.running import run
-from tests.formats.megatron_files import ARCHIVES, displaced, global_name, joined, load, unpacked
+from tests.formats.megatron_files import ARCHIVES, STATE, displaced, global_name, joined, load, unpacked
 
 KEYS = {"param": "master", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 LAYERS, ROWS = 4, 42
@@ -234,3 +244,125 @@ def test_what_it_says(files: Path, tmp_path: Path) -> None:
     assert "nothing to repair: no defect is known in such a checkpoint (ckpt 1)" in again.stdout
     assert run("convert", "--repair", "--job", "x", "--to", "native", source, made).exit_code == 2
     assert json.loads(run("convert", "--to", "torch", made, str(tmp_path / "p.pt"), "--json").stdout)["repair"] is None
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------------
+# Which states of optimizers Megatron can be given: all tensors of all parameters, of their shapes, and one step for a group.
+
+
+def wanted(name: str, shape: tuple[int, ...]) -> OutputTensor:
+    return OutputTensor(name=name, view=whole(name, shape), dtype=dtype("float32"))
+
+
+PARAMETERS = {"a": wanted("model.a", (4, 2)), "b": wanted("model.b", (3,)), "mlp.router.expert_bias": wanted("model.bias", (2,))}
+GROUP = {"wd_mult": 1.0}
+
+
+def states(**other: tuple[int, ...]) -> dict[str, OutputTensor]:
+    names = {f"optimizer.state.model.{n}.{key}": other.get(n, PARAMETERS[n].shape) for n in ("a", "b") for key in STATES.values()}
+    return {name: wanted(name, shape) for name, shape in names.items()}
+
+
+def node(steps: dict[str, Any], *groups: list[str]) -> dict[str, Any]:
+    said = {"": {"$tensors": "optimizer.state"}, **{f"model.{n}": {"step": step} for n, step in steps.items()}}
+    return {"optimizer": {"state": said, "param_groups": {"$param_groups": [{"params": p, "options": GROUP} for p in groups]}}}
+
+
+@pytest.mark.parametrize("step", [7, 7.0, {"$inline": ["float32", [], "AADgQA=="]}])
+def test_what_is_whole_is_taken(step: Any) -> None:
+    found = optimizer_of(states(), PARAMETERS, node({"a": step, "b": 7}, ["model.a", "model.b"], []), root="model", fits=lambda g: True)
+    assert found is not None and list(found.groups) == [{**GROUP, "step": 7}] * 2 and type(found.groups[0]["step"]) is int
+    assert {(key, n): w.name for key, own in found.states.items() for n, w in own.items()} == {
+        (key, n): f"optimizer.state.model.{n}.{called}" for key, called in STATES.items() for n in "ab"
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "state"),
+    [
+        ({n: w for n, w in states().items() if n != "optimizer.state.model.b.master"}, node({"a": 7, "b": 7}, ["model.a", "model.b"])),
+        (states(a=(8,)), node({"a": 7, "b": 7}, ["model.a", "model.b"])),
+        (states(), node({"a": 7, "b": 8}, ["model.a", "model.b"])),
+        (states(), node({"a": 7, "b": 8}, ["model.a"], ["model.b"], [])),
+        (states(), node({}, ["model.a", "model.b"])),
+        (states(), node({"a": 7, "b": 7})),
+        (states(), {}),
+    ],
+    ids=["tensor missing", "flat", "two steps in a group", "which step", "no step", "no group", "nothing"],
+)
+def test_what_is_not_is_left_out(tensors: dict[str, OutputTensor], state: dict[str, Any]) -> None:
+    assert optimizer_of(tensors, PARAMETERS, state, root="model", fits=lambda g: True) is None
+
+
+def test_groups_that_do_not_fit() -> None:
+    assert optimizer_of(states(), PARAMETERS, node({"a": 7}, ["model.a"]), root="model", fits=lambda g: "lr_mult" in g) is None
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------------
+# Numbers that a Megatron checkpoint's own arguments tell, and padding. tests/matrix has its tensors under other names, and back.
+
+
+def test_arguments_tell_numbers(megatron_files):
+    for form in ("legacy", "dp_reshardable"):
+        numbers = numbers_of_files(str(megatron_files / "dp2" / form))
+        assert (numbers["heads"], numbers["query_groups"], numbers["head_size"]) == (4, 2, 6)
+        assert (numbers["vocabulary"], numbers["padded_vocabulary"], numbers["layers"]) == (42, 48, 4)
+
+
+# --------------------------------------------------------------------------------------------------------------- padding
+
+LLAMA = Path(__file__).parents[1] / "fixtures" / "hf" / "llama"
+
+
+@pytest.mark.parametrize("way", ["import", "native"])
+def test_a_vocabulary_is_padded_with_zeros(tmp_path, way):
+    """Also where nothing is written: 250 rows become the 256 that a job on two tensor-parallel ranks has."""
+    command = ["import"] if way == "import" else ["convert", "--to", "native"]
+    options = ["--names", "llama", "--convention", "megatron", "--set", "padded_vocabulary=256"]
+    found = CliRunner().invoke(cli, [*command, *options, str(LLAMA), str(tmp_path / "made")])
+    assert found.exit_code == 0, found.output
+    stored = {k: t for path in LLAMA.glob("*.safetensors") for k, t in load_file(path).items()}
+    module = torch.nn.Module()
+    module.output_layer = torch.nn.Linear(64, 256, bias=False, dtype=torch.bfloat16)
+    ckpt.load(str(tmp_path / "made"), module.state_dict(), only="output_layer.weight")
+    assert torch.equal(module.output_layer.weight[:250], stored["lm_head.weight"])
+    assert not module.output_layer.weight[250:].any()
+    entry = open_catalog(str(tmp_path / "made")).tensors["embedding.word_embeddings.weight"]
+    assert (entry.shape, entry.logical) == ((256, 64), (250, 64))
+    back = ckpt.open(str(tmp_path / "made"))["embedding.word_embeddings.weight"].read()
+    assert torch.equal(back, stored["model.embed_tokens.weight"])
+    other = torch.ones(384, 64, dtype=torch.bfloat16)  # what a job with more ranks pads to
+    layout = ckpt.Layout({"tp": 1}, rules=[("*", ckpt.Padded(0, 250))])
+    ckpt.load(str(tmp_path / "made"), {"output_layer.weight": other}, only="output_layer.weight", layout=layout)
+    assert torch.equal(other[:250], stored["lm_head.weight"]) and not other[250:].any()
+
+
+def test_a_load_pads_where_the_layout_says_so(tmp_path):
+    """Nothing has to be asked for at the import."""
+    import_checkpoint(str(LLAMA), str(tmp_path / "made"), views=translated_views(str(LLAMA), "llama", "megatron", {}))
+    weight = torch.ones(256, 64, dtype=torch.bfloat16)
+    layout = ckpt.Layout({"tp": 1}, rules=[("*", ckpt.Padded(0, 250))])
+    ckpt.load(str(tmp_path / "made"), {"output_layer.weight": weight}, only="output_layer.weight", layout=layout)
+    stored = {k: t for path in LLAMA.glob("*.safetensors") for k, t in load_file(path).items()}
+    assert torch.equal(weight[:250], stored["lm_head.weight"]) and not weight[250:].any()
+
+
+@pytest.mark.parametrize("way", ["import", "native"])
+def test_padding_that_is_only_renamed_stays_padding(megatron_files, tmp_path, way):
+    rules = 'left = "megatron"\nright = "mine"\nkeeps_others = true\n'
+    (tmp_path / "mine.toml").write_text(rules + '[[term]]\nleft = "embedding.word_embeddings.weight"\nright = "emb"\n')
+    url, made = str(megatron_files / "dp2" / "legacy"), str(tmp_path / "made")
+    views = translated_views(url, str(tmp_path / "mine.toml"), "mine", {})
+    if way == "import":
+        import_checkpoint(url, made, views=views)
+    else:
+        convert(url, made, to="native", views=views)
+    for name in ("model.emb", f"{STATE}emb.exp_avg", "model.output_layer.weight"):
+        assert (open_catalog(made).tensors[name].shape, open_catalog(made).tensors[name].logical) == ((48, 24), (42, 24))
+
+
+def test_a_converted_checkpoint_tells_numbers_too(megatron_files, tmp_path):
+    url = str(megatron_files / "tp2ep2" / "legacy")
+    convert(url, str(tmp_path / "native"), to="native")
+    assert numbers_of_files(str(tmp_path / "native")) == numbers_of_files(url)
+    assert numbers_of_files(url)["experts"] == 4

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from ckpt.catalog import Contents
+from ckpt.catalog import Contents, Format
 from ckpt.dtypes import DTYPES
-from ckpt.errors import CorruptError, NotCommittedError, NotFoundError
+from ckpt.errors import AccessError, CorruptError, FormatError, NotCommittedError, NotFoundError
+from ckpt.formats.external import WithFile
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
 from ckpt.formats.native.writer import CheckpointJournal, write_index
+from ckpt.formats.registry import formats, open_catalog
 from ckpt.io_backends.faulty import FaultyBackend
 from ckpt.io_backends.inprocess import InProcessBackend
 from ckpt.io_backends.registry import open_backend
@@ -216,3 +220,115 @@ def test_opening_while_the_checkpoint_is_replaced(backend):
     catalog = NativeCatalog(Replaced(backend, [replacement]))
     assert list(catalog.tensors) == ["new"]
     assert catalog.record.id == OTHER
+
+
+# ---------------------------------------------------------------------------------------------- Which format a URL is in: by content alone.
+
+
+def test_native(tmp_path):
+    backend = open_backend(str(tmp_path))
+    save(backend, two_ranks())
+    catalog = open_catalog(str(tmp_path))
+    assert catalog.format == "ckpt 1"
+    assert read(backend, catalog, "w").tobytes() == two_ranks()[0].data.tobytes()
+
+
+def test_nothing(tmp_path):
+    for url in (str(tmp_path), str(tmp_path / "absent")):
+        with pytest.raises(NotFoundError) as caught:
+            open_catalog(url)
+        assert caught.value.where == url
+
+
+def test_a_url_where_nothing_is_committed(tmp_path):
+    save(open_backend(str(tmp_path)), two_ranks())
+    (tmp_path / "checkpoint.json").unlink()
+    with pytest.raises(NotCommittedError):
+        open_catalog(str(tmp_path))
+
+
+def test_damaged(tmp_path):
+    save(open_backend(str(tmp_path)), two_ranks())
+    (tmp_path / "checkpoint.json").write_bytes(b"")
+    with pytest.raises(CorruptError):
+        open_catalog(str(tmp_path))
+
+
+def test_unknown_names_what_was_found(tmp_path):
+    for n in range(12):
+        (tmp_path / f"file{n:02d}").write_text("x")
+    with pytest.raises(FormatError, match=r"\(ckpt, .*\).*file00, file01, .*file07 and 4 more"):
+        open_catalog(str(tmp_path))
+
+
+def test_several_torch_files(tmp_path):
+    for name in ("model.pt", "optimizer.pt"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04")
+    with pytest.raises(FormatError, match="several torch.save files: name one of them, such as model.pt"):
+        open_catalog(str(tmp_path))
+
+
+def test_a_run_is_not_a_checkpoint(tmp_path):
+    save(open_backend(str(tmp_path / "step-00001000")), two_ranks())
+    with pytest.raises(FormatError, match="step-00001000"):
+        open_catalog(str(tmp_path))
+
+
+def test_formats_of_other_distributions(tmp_path, monkeypatch):
+    """Found by entry point, asked after our own, and given the backend."""
+    opened = []
+
+    def open_foreign(backend):
+        opened.append(backend.url)
+        save(open_backend("inprocess://foreign"), two_ranks())
+        return NativeCatalog(open_backend("inprocess://foreign"))
+
+    ours = [f.name for f in formats()]
+    foreign = Format(
+        name="foreign", recognises=lambda backend, names: backend.read("magic") == b"F" and "magic" in names, open=open_foreign
+    )
+    point = metadata.EntryPoint("foreign", "somewhere:FORMAT", "ckpt.formats")
+    monkeypatch.setattr(metadata.EntryPoint, "load", lambda self: {"somewhere:FORMAT": foreign}[self.value])
+    monkeypatch.setattr(metadata, "entry_points", lambda *, group: [point] if group == "ckpt.formats" else [])
+    (tmp_path / "magic").write_text("F")
+    assert [f.name for f in formats()] == [*ours, "foreign"]
+    assert open_catalog(str(tmp_path)).format == "ckpt 1"
+    assert opened == [open_backend(str(tmp_path)).url]
+    (tmp_path / "magic").write_text("G")
+    with pytest.raises(FormatError, match=r"\(ckpt, .*, foreign\)"):
+        open_catalog(str(tmp_path))
+
+
+# -------------------------------------------------------------- A storage with one file more: both can be read, and nothing can be written.
+
+
+@pytest.fixture
+def one_more(tmp_path: Path) -> WithFile:
+    (tmp_path / "there").write_bytes(b"0123456789")
+    return WithFile(open_backend(str(tmp_path)), "more", b"abcdef")
+
+
+def test_both_are_read(one_more: WithFile) -> None:
+    out = bytearray(3)
+    for path, whole in (("there", b"0123456789"), ("more", b"abcdef")):
+        one_more.read_into(path, 2, memoryview(out))
+        assert (one_more.read(path), one_more.size(path), bytes(out)) == (whole, len(whole), whole[2:5])
+    assert one_more.list_dir() == ["there"]
+    with pytest.raises(CorruptError, match="bytes 4 to 8 of 6"):
+        one_more.read("more", 4, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: b.create("there", 1),
+        lambda b: b.put_if("new", b"", expected=None),
+        lambda b: b.delete("there"),
+        lambda b: b.prepare(),
+    ],
+)
+def test_nothing_is_written(one_more: WithFile, tmp_path: Path, change: Callable[[WithFile], object]) -> None:
+    with pytest.raises(AccessError, match="is not written to") as refused:
+        change(one_more)
+    assert refused.value.hint == "write to a URL of its own"
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"there": b"0123456789"}

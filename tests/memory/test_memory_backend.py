@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 
 import ckpt
-from ckpt.errors import AccessError, CorruptError, NotFoundError, StorageError, UsageError
-from ckpt.io_backends import Backend, ObjectMeta, open_backend
+from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
+from ckpt.io_backends import Backend, ObjectMeta, PosixBackend, open_backend
 from ckpt.io_backends.conformance import BackendConformance
-from ckpt.nodes import memory_client
+from ckpt.net.wire import receive_head, send
+from ckpt.nodes import memory_client, memory_remote
+from ckpt.nodes.backend import register_run, run_url, unregister_run
+from ckpt.nodes.copies import NodeCopier
+from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
 from ckpt.nodes.memory_client import MemoryClient
+from ckpt.nodes.memory_remote import MemoryConnections, serve_objects
+from ckpt.nodes.memory_store import MemoryStore
+from ckpt.nodes.nodes import NodeSet, StorageNode
+from tests.memory.flipping import flipping
 
 
 class TestMem(BackendConformance):
@@ -149,3 +163,95 @@ def test_no_daemon_is_nothing_to_read(tmp_path: object, monkeypatch: pytest.Monk
 def test_refuses_what_is_no_path(url: str) -> None:
     with pytest.raises(UsageError):
         open_backend(url)
+
+
+# -------------------------------------------------- Reading from the daemon of another machine: what stalls, lies or is of another release.
+
+MIB = 1 << 20
+
+
+def test_a_reader_that_stalls_gets_bytes_and_then_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never an error message among the bytes of an object."""
+    monkeypatch.setattr(memory_remote, "SILENT_SECONDS", 0.3)
+    store = MemoryStore(64 * MIB)
+    lent = store.lend(32 * MIB)
+    os.pwrite(lent.file, b"\x01" * (32 * MIB), 0)
+    store.put(lent, "run/f")
+    server = serve_objects(store, "secret")
+    peer = MemoryConnections(f"127.0.0.1:{server.addresses[-1][1]}", "secret").dial()
+    send(peer, {"op": "read", "path": "run/f", "offset": 0, "length": 32 * MIB}, ())
+    receive_head(peer, 64 * MIB)
+    end = time.monotonic() + 30
+    while len(server) and time.monotonic() < end:
+        time.sleep(0.05)
+    got = bytearray()
+    with suppress(ConnectionError):
+        while data := peer.sock.recv(MIB):
+            got += data
+    assert 0 < len(got) < 32 * MIB and got.count(1) == len(got)
+    bad = MemoryConnections(f"127.0.0.1:{server.addresses[-1][1]}", "secret")
+    with pytest.raises(FormatError, match="cannot be read"):
+        bad.ask({"op": "read", "path": "run/f", "offset": "a", "length": 1})
+    assert RemoteNode(bad).size("run/f") == 32 * MIB  # over the same connection
+    bad.close()
+    peer.close()
+    server.close()
+    store.close()
+
+
+@pytest.mark.parametrize("host", ["a" * 64, "x..y"])
+def test_a_host_that_no_name_can_be_is_gone(host: str) -> None:
+    with pytest.raises(StorageError, match="the memory daemon is gone"):
+        MemoryConnections(f"{host}:80", "secret").hello()
+    with pytest.raises(UsageError):
+        MemoryConnections("host:²", "secret")
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------------
+# A bit that flips on the wire between machines: what arrives is right, or there is an error by name, and nothing wrong is kept.
+
+
+def test_in_a_load_from_another_machine(daemon: MemoryClient) -> None:
+    """What was wrong is read once more."""
+    wanted = torch.arange(2 * MIB)
+    ckpt.save("memory://run/step-00000001", {"w": wanted})
+    with flipping(daemon.addresses()[0], 9 * MIB, up=False) as proxy:
+        address = f"127.0.0.1:{proxy.address[1]}"
+        memory_client.trust(address, daemon.secret())
+        state = {"w": torch.zeros_like(wanted)}
+        ckpt.load(f"memory://{address}/run/step-00000001", state)
+        assert torch.equal(state["w"], wanted) and proxy.flipped == 1
+
+
+def below(path: Path, prefix: str) -> Backend:
+    return PosixBackend(str(path / prefix))
+
+
+def test_in_a_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other node refuses it, and has no part of the file; the next round copies it."""
+    (tmp_path / "b").mkdir()
+    server = NodeServer(PosixBackend(str(tmp_path / "b")), b"secret", 10)
+    with flipping(server.addresses[0], 3 * MIB, up=True) as proxy:
+        to_b = NodeConnections("b", [proxy.address], b"secret", 10, same_network=True)
+        nodes = [
+            StorageNode(name="a", domain="a", below=partial(below, tmp_path / "a")),
+            StorageNode(name="b", domain="b", below=partial(RemoteNode, to_b)),
+        ]
+        run = NodeSet(url=run_url("flipped"), nodes=nodes, own=0, copies=1)
+        register_run(run)
+        proxy.armed = False
+        ckpt.save(f"{run.url}/step-1", {"w": torch.rand(2 * MIB)})
+        proxy.armed = True
+        copier = NodeCopier(run, None)
+        with caplog.at_level(logging.WARNING):
+            copier.add()
+            assert copier.finish(60)
+        assert (copier.uncopied, proxy.flipped) == ((1,), 1) and "damaged on the way" in caplog.text
+        assert list((tmp_path / "b").rglob("data/*")) == []
+        copier.add()
+        assert copier.finish(60) and copier.uncopied == ()
+        unregister_run(run)
+        to_b.close()
+    server.close()
+    (copy,) = (tmp_path / "b").rglob("data/*")
+    assert copy.read_bytes() == (tmp_path / "a" / copy.relative_to(tmp_path / "b")).read_bytes()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,14 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
-from ckpt.errors import ConsistencyError, CoverageError
+from ckpt.errors import ConsistencyError, CoverageError, UsageError
+from ckpt.formats.native.index import decode_index, encode_index
+from ckpt.plan import tree
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Flat, Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import TensorSpec, assign
+from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import PARTS, Table, join_tables, ranks_of, ranks_text, split_tables
+from ckpt.plan.values import join_values
 from tests.plan.layout_strategies import meshes, tensor_lists
+from tests.test_tree import no_leaf, no_special, same
 
 F32, BF16 = DTYPES["float32"], DTYPES["bfloat16"]
 PP_DP = Mesh.of({"pp": 2, "dp": 2})
@@ -323,3 +332,250 @@ def test_many_runs_of_ranks_are_cut_short() -> None:
 def test_ranks_of_some_tables() -> None:
     said = [([4, 5], table()), ([0], table()), ([2, 1], table())]
     assert ranks_of(said, [0, 2]) == [1, 2, 4, 5]
+
+
+# --------------------------------------------------------- Values of several ranks join as plain dicts would, and what differs is an error.
+
+plain_leaves = st.integers(0, 1) | st.sampled_from([0.0, -0.0, True, None, "a", ()]) | st.lists(st.integers(0, 1), max_size=2)
+plain_trees = st.recursive(
+    plain_leaves, lambda inner: st.dictionaries(st.sampled_from(["a", "b", "$", 1, (2,)]), inner, max_size=4), max_leaves=8
+)
+
+
+def united(a: Any, b: Any) -> Any:
+    """The two as one dict; AssertionError if some path has two values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {k: united(a[k], b[k]) if k in a and k in b else {**a, **b}[k] for k in {**a, **b}}
+    assert same(a, b)
+    return a
+
+
+@given(st.dictionaries(st.sampled_from("abc"), plain_trees), st.lists(st.sets(st.sampled_from("abc")), min_size=1, max_size=4))
+def test_parts_of_one_state_make_it_whole_again(state: dict[str, Any], parts: list[set[str]]) -> None:
+    nodes = [([i], tree.encode({k: state[k] for k in state if k in part}, "", no_leaf)) for i, part in enumerate(parts)]
+    seen = set.union(*parts)
+    assert tree.decode(join_values(nodes), no_special) == {k: v for k, v in state.items() if k in seen}
+
+
+@given(plain_trees, plain_trees)
+def test_two_states_join_exactly_if_no_path_has_two_values(a: Any, b: Any) -> None:
+    nodes = [([0], tree.encode({"r": a}, "", no_leaf)), ([1], tree.encode({"r": b}, "", no_leaf))]
+    try:
+        wanted = united({"r": a}, {"r": b})
+    except AssertionError:
+        with pytest.raises(ConsistencyError):
+            join_values(nodes)
+    else:
+        assert same(tree.decode(join_values(nodes), no_special), wanted)
+
+
+def test_different_values_are_reported_with_path_values_and_ranks() -> None:
+    same_part = {"lr": 0.1, "deep": {"a": 1}}
+    nodes = [
+        ([0, 1, 2], {**same_part, "seed": 1}),
+        ([5, 3], {**same_part, "seed": 2, "deep": {"a": 1.0}}),
+        ([4], {**same_part, "seed": 1}),
+    ]
+    with pytest.raises(ConsistencyError) as caught:
+        join_values(nodes)
+    lines = caught.value.message.splitlines()
+    assert "2 values" in lines[0]
+    assert [line.strip() for line in lines[1:]] == [
+        "deep.a: 1 on ranks 0-2, 4, 1.0 on ranks 3, 5",
+        "seed: 1 on ranks 0-2, 4, 2 on ranks 3, 5",
+    ]
+    assert "ckpt.PerRank" in (caught.value.hint or "")
+
+
+def test_at_most_ten_conflicts_are_shown_and_all_are_counted() -> None:
+    with pytest.raises(ConsistencyError) as caught:
+        join_values([([r], {f"k{i}": r for i in range(25)}) for r in range(2)])
+    assert "25 values" in caught.value.message
+    assert sum(" on rank 1" in line for line in caught.value.message.splitlines()) == 10
+    assert "15 more" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (1, True),
+        (0, False),
+        (1, 1.0),
+        (0.0, -0.0),
+        (None, {}),
+        ([1], [1, 2]),
+        ([1], {"$tuple": [1]}),
+        ([[1]], {"$tuple": [[1]]}),
+        ([[1]], [[1], [2]]),
+        ([[1], [2]], [[1]]),
+        ({"$tensor": "a"}, {"$tensor": "b"}),
+        ("1", 1),
+    ],
+)
+def test_values_that_python_or_json_may_take_for_equal_are_not(a: tree.Node, b: tree.Node) -> None:
+    with pytest.raises(ConsistencyError, match="x: "):
+        join_values([([0], {"x": a}), ([1], {"x": b})])
+
+
+def test_nan_is_equal_to_itself() -> None:
+    node = tree.encode({"loss": math.nan, "a": np.array([math.nan])}, "", no_leaf)
+    assert join_values([([0], node), ([1], json.loads(json.dumps(node)))]) == node
+
+
+def test_plain_and_typed_mappings_are_united() -> None:
+    parts: list[dict[Any, Any]] = [{"a": 1, "m": {0: "x"}}, {5: 2, "m": {1: "y", "0": "z"}}, {"m": {}, "$": 3}]
+    joined = join_values([([i], tree.encode(p, "", no_leaf)) for i, p in enumerate(parts)])
+    assert tree.decode(joined, no_special) == {"a": 1, "m": {0: "x", 1: "y", "0": "z"}, 5: 2, "$": 3}
+
+
+def test_lists_of_containers_join_by_element_and_lists_of_scalars_conflict_whole() -> None:
+    chunks = [([0], {"m": [{"a": 1}, {"b": 2}], "t": {"$tuple": [{}]}}), ([1], {"m": [{"a": 1}, {"c": 3}], "t": {"$tuple": [{"k": 1}]}})]
+    assert join_values(chunks) == {"m": [{"a": 1}, {"b": 2, "c": 3}], "t": {"$tuple": [{"k": 1}]}}
+    random = [([r], {"rng": {"$tuple": [3, {"$tuple": [r] * 624}, None]}}) for r in range(2)]
+    with pytest.raises(ConsistencyError, match=r"1 value of") as caught:
+        join_values(random)
+    assert "rng.1: " in caught.value.message
+    assert len(caught.value.message) < 400
+
+
+def test_a_module_joins_with_the_same_module_that_has_extra_states_on_other_ranks() -> None:
+    plain, prefix = {"model": {"$tensors": "model"}}, {"": {"$tensors": "model"}}
+    nodes = [([0], plain), ([1], {"model": {**prefix, "a": 1}}), ([2], {"model": {**prefix, "b": 2}})]
+    assert join_values(nodes) == {"model": {**prefix, "a": 1, "b": 2}}
+    assert join_values([([0], plain), ([1], plain)]) == plain
+    with pytest.raises(ConsistencyError, match="model"):
+        join_values([([0], plain), ([1], {"model": {"$tensors": "other"}})])
+
+
+def groups(*pairs: tuple[str, Any]) -> tree.Node:
+    return {"g": {"$param_groups": [{"params": list(names), "options": {"lr": lr}} for names, lr in pairs]}}
+
+
+def test_param_groups_with_equal_options_are_one_wherever_they_stand() -> None:
+    joined = join_values([([0], groups(("ab", 1), ("c", 2))), ([1], groups(("cd", 2), ("be", 1))), ([2], groups(("f", 3), ("", 4)))])
+    assert joined == groups(("abe", 1), ("cd", 2), ("f", 3), ("", 4))
+
+
+def test_equal_param_groups_stay_as_they_are() -> None:
+    node = groups(("a", 1), ("b", 1))
+    assert join_values([([0], node), ([1], groups(("a", 1), ("b", 1)))]) == node
+
+
+def test_a_parameter_with_two_options_is_one_conflict_per_option() -> None:
+    with pytest.raises(ConsistencyError) as caught:
+        join_values([([0, 1], groups(("abc", 0.1), ("z", 5))), ([2], groups(("bcd", 0.2), ("z", 5)))])
+    assert caught.value.message.splitlines()[1:] == ["  g.b.lr: 0.1 on ranks 0-1, 0.2 on rank 2 (and so for 1 more parameters)"]
+    with pytest.raises(ConsistencyError) as caught:
+        join_values([([0], groups(("a", 0.1))), ([1], groups(("a", 0.2))), ([2], groups(("a", 0.2), ("b", 0.1)))])
+    assert caught.value.message.splitlines()[1:] == ["  g.a.lr: 0.1 on rank 0, 0.2 on ranks 1-2"]
+
+
+def test_an_option_that_one_side_lacks_is_a_conflict() -> None:
+    with_wd = {"$param_groups": [{"params": ["w"], "options": {"lr": 1, "wd": 0}}]}
+    with pytest.raises(ConsistencyError, match=re.escape('g.w: {"lr":1} on rank 0, {"lr":1,"wd":0} on rank 1')):
+        join_values([([0], groups(("w", 1))), ([1], {"g": with_wd})])
+
+
+def test_merging_nothing_is_a_usage_error() -> None:
+    with pytest.raises(UsageError):
+        join_values([])
+
+
+def test_merging_changes_no_input() -> None:
+    nodes = [
+        groups(("a", 1)),
+        groups(("b", 1)),
+        {"g": groups(("b", 1))["g"], "m": {"$map": [[1, {"x": 1}]]}},
+        {"m": {"$map": [[1, {"y": 1}]]}},
+    ]
+    before = json.dumps(nodes)
+    join_values([([i], n) for i, n in enumerate(nodes)])
+    assert json.dumps(nodes) == before
+
+
+# ------------------------------------------------------------------------------ An index is small: tensors that are cut alike share a grid.
+
+RANKS = 64
+
+
+def decoder(layers: int, hidden: int, ffn: int, vocab: int, kv: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama-style model."""
+    found: list[tuple[str, tuple[int, ...]]] = [("embed", (vocab, hidden)), ("norm", (hidden,)), ("head", (vocab, hidden))]
+    block = {
+        "wq": (hidden, hidden),
+        "wk": (kv, hidden),
+        "wv": (kv, hidden),
+        "wo": (hidden, hidden),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+    }
+    block |= {"down": (hidden, ffn)}
+    for i in range(layers):
+        found += [(f"layers.{i}.{name}", shape) for name, shape in block.items()]
+        found += [(f"layers.{i}.ln_{n}", (hidden,)) for n in (1, 2)]
+    return found
+
+
+def adam(model: Sequence[tuple[str, tuple[int, ...]]], layout: TensorLayout) -> list[TensorSpec]:
+    """A bf16 weight and two fp32 moments for each tensor."""
+    weights = [TensorSpec(f"model.{name}.weight", BF16, shape, layout) for name, shape in model]
+    moments = [TensorSpec(f"optim.{name}.weight.{m}", F32, shape, layout) for m in ("exp_avg", "exp_avg_sq") for name, shape in model]
+    return weights + moments
+
+
+def data_file(rank: int) -> DataFile:
+    """A row as a save writes it: nothing about its size or digest can be guessed, so neither can be compressed away."""
+    digest = hashlib.md5(str(rank).encode(), usedforsecurity=False)
+    size = int.from_bytes(digest.digest()[:4], "little")
+    return DataFile(
+        path=f"data/{'x7' * 8}-{rank:05}.safetensors", size=size + (1 << 24), header=4096 * 12, digest=digest.hexdigest(), rank=rank
+    )
+
+
+def contents_of(tensors: Sequence[TensorSpec], owned: dict[str, ChunkAssignment], ranks: int) -> Contents:
+    """What the leader of a save with one file per rank writes; tensors that are cut and dealt alike share a grid."""
+    files = [data_file(r) for r in range(ranks)]
+    grids: dict[int, Grid] = {}
+    entries = []
+    for t in tensors:
+        mine = owned[t.name]
+        grid = grids.setdefault(id(mine), Grid(cuts=mine.cuts, boxes=mine.boxes, files=mine.owners.astype(np.int32)))
+        entries.append(TensorEntry(name=t.name, dtype=t.dtype, shape=t.shape, grid=grid))
+    return Contents(tensors=tuple(entries), files=tuple(files), state={"step": 1})
+
+
+def different(values: Sequence[int]) -> list[int]:
+    """Sizes near the given ones, none of which 64 divides."""
+    return [v + 1 if (v + 1) % RANKS else v + 2 for v in values]
+
+
+FSDP = TensorLayout(Mesh.of({"dp": RANKS}), (Shard(0, "dp"),))
+DDP = TensorLayout(Mesh.of({"dp": RANKS}))
+ZERO = TensorLayout(Mesh.of({"dp": RANKS}), (Flat("dp"),))
+EVEN = decoder(148, 2048, 8192, 32768, 512)
+ODD = decoder(148, *different([2048, 8192, 32768, 512]))
+
+
+@pytest.mark.parametrize("model", [EVEN, ODD], ids=["even", "odd"])
+@pytest.mark.parametrize("layout", [FSDP, DDP, ZERO], ids=["fsdp", "ddp", "zero"])
+def test_an_index_of_4000_tensors_on_64_ranks_is_below_1_mb(layout: TensorLayout, model: list[tuple[str, tuple[int, ...]]]) -> None:
+    tensors = adam(model, layout)
+    assert len(tensors) == 4005
+    owned = assign(tensors)
+    contents = contents_of(tensors, owned, RANKS)
+    index = encode_index(contents)
+    sizes = {name: len(data) for name, data in index.items()}
+    chunks = sum(len(o.owners) for o in owned.values())
+    grids = len({id(o) for o in owned.values()})
+    print(f"{len(tensors)} tensors, {chunks} chunks, {grids} grids, {sum(sizes.values())} bytes: {sizes}")
+    assert sum(sizes.values()) < 1_000_000
+    again = decode_index(index, "x")
+    assert len(again.tensors) == len(tensors)
+    assert sum(len(t.grid) for t in again.tensors) == chunks
+
+
+def test_fsdp_has_a_grid_per_shape() -> None:
+    tensors = adam(EVEN, FSDP)
+    owned = assign(tensors)
+    cut_alike = {(t.shape, t.dtype.itemsize) for t in tensors}
+    assert len({id(o) for o in owned.values()}) <= len(cut_alike) < 20

@@ -1,4 +1,4 @@
-"""What ``test_kills.py`` does in processes that are killed while they change a storage, and what has to be there afterwards.
+"""What ``test_many_steps.py`` does in processes that are killed while they change a storage, and what has to be there afterwards.
 
 One warm process, which has imported everything and started no thread, forks for each attempt: so SIGKILL never lands in imports, but
 at, or some milliseconds after, the operation on the storage that was chosen for it. All checks run in forks, too.

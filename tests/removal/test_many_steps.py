@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +19,12 @@ from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.protocol import DELETES, Backend
 from ckpt.io_backends.registry import open_backend, wrap_backends
+from ckpt.policies import EverySteps
 from ckpt.runs.removal import infos, remove_steps
 from ckpt.runs.step_listing import KnownSteps, list_steps
+from ckpt.runs.tiers import Tiers
+from tests.distributed.ranks import Ranks
+from tests.removal.killing import KINDS, killed
 
 FROZEN = torch.arange(3000)
 
@@ -158,3 +164,113 @@ def test_what_somebody_else_has_removed_and_saved_again_stays(tmp_path: Path) ->
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == files
     open_backend(str(tmp_path / "step-1")).put_if("checkpoint.json", newer, expected=None)
     assert remove_steps(str(tmp_path), [step], {}) == [] and record.read_bytes() == newer
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------------
+# Which of two saves of one step is later follows from the record at the root, not from the clocks of the machines that saved.
+
+DAY = 86_400
+
+
+def state_of(version: int) -> dict[str, Any]:
+    return {"w": torch.full((50,), float(version)), "version": version}
+
+
+def saved(root: Path, local: Path, n: int, version: int, *, restore: bool) -> None:
+    with ckpt.Checkpointer(str(root), local=str(local), save=EverySteps(1), job=ckpt.Job(timeout=5)) as c:
+        if restore:
+            c.restore(state_of(0))
+        c.save(n, state_of(version))
+
+
+def version_at(url: Path) -> int:
+    return int(ckpt.open(str(url)).state()["version"])
+
+
+@pytest.fixture
+def ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose step 100 was saved and published by a machine whose clock is 400 days ahead."""
+    now = time.time_ns
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time_ns", lambda: now() + 400 * DAY * 10**9)
+        saved(tmp_path / "root", tmp_path / "node-a", 100, 1, restore=False)
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize("restore", [True, False], ids=["restored", "begun anew"])
+def test_a_later_save_of_a_step_replaces_the_one_at_the_root(ahead: Path, tmp_path: Path, restore: bool) -> None:
+    saved(ahead, tmp_path / "node-b", 100, 2, restore=restore)
+    assert version_at(ahead / "step-00000100") == 2 == version_at(tmp_path / "node-b" / "step-00000100")
+    with ckpt.Checkpointer(str(ahead), local=str(tmp_path / "node-b")) as c:
+        state = state_of(0)
+        assert c.restore(state) == 100 and state["version"] == 2
+        assert c.restored_from is not None and c.restored_from.url == f"{tmp_path}/node-b/step-00000100"
+        assert c.unpublished == ()
+
+
+def test_a_local_checkpoint_that_gives_way_is_named(ahead: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As nodes saved that did not look at the root."""
+    ckpt.save(f"{tmp_path}/node-b/step-00000100", state_of(2))
+    with ckpt.Checkpointer(str(ahead), local=str(tmp_path / "node-b")) as c:
+        state = state_of(0)
+        assert c.restore(state) == 100 and state["version"] == 1
+    passed = [r.getMessage() for r in caplog.records if "was saved later" in r.getMessage()]
+    assert len(passed) == 1 and f"{tmp_path}/node-b/step-00000100" in passed[0] and str(ahead) in passed[0]
+
+
+def test_a_root_that_does_not_answer_is_not_waited_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("ckpt.runs.tiers.LOOK", 0.2)
+    asked, ended, answered = list[str](), list[str](), threading.Event()
+
+    def silent(backend: Any) -> Any:
+        if backend.url.startswith(str(tmp_path / "root")):
+            asked.append(backend.url)
+            answered.wait(60)
+            ended.append(backend.url)
+            raise StorageError("no answer", where=backend.url)
+        return backend
+
+    tiers = Tiers(str(tmp_path / "root"), local=str(tmp_path / "local"))
+    with wrap_backends(silent):
+        assert [tiers.earlier(n) for n in (1, 2, 3)] == [None] * 3
+        assert not ended
+    answered.set()
+    assert len(asked) == 1 and "cannot be seen" in caplog.text
+    ckpt.save(str(tmp_path / "root" / "step-00000007"), state_of(1))
+    (step,) = tiers.steps()
+    assert tiers.earlier(8) == step.id
+    shutil.rmtree(tmp_path / "root")
+    assert tiers.earlier(8) == step.id
+
+
+def test_ids_of_one_job_go_on_rising_after_such_a_root(ahead: Path, tmp_path: Path) -> None:
+    saved(ahead, tmp_path / "node-b", 101, 3, restore=True)
+    first, second = (s.id for s in ckpt.list_steps(str(ahead)))
+    assert str(first) < str(second)
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------------
+# SIGKILL within the writes and commits of everything that changes a storage: the old is there or the new, whole, and the same goes on.
+
+FEW, MANY = 2, 24
+"""Kills of each kind."""
+
+
+def kill(ranks: Ranks, tmp_path: Path, kind: str, kills: int, seed: int) -> dict[str, int]:
+    (found,) = ranks.run(1, killed, kind, str(tmp_path), kills, seed, process_group=False, timeout=60 + 10 * kills)
+    assert found["kills"] == kills and found["within a commit"] > 0, found
+    return dict(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_while_it_writes_or_commits(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    kill(ranks, tmp_path, kind, FEW, seed=21)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_many_times_while_it_writes_or_commits(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    print(f"{kind}: {kill(ranks, tmp_path, kind, MANY, seed=22 + [*KINDS].index(kind))}")

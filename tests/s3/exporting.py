@@ -1,4 +1,4 @@
-"""What the ranks of ``test_exporting.py`` do."""
+"""What the ranks of ``test_checkpoints.py`` do."""
 
 from __future__ import annotations
 

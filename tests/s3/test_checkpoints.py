@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import subprocess
+import sys
+import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from click.testing import CliRunner
 from torch import nn
@@ -14,9 +23,11 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.verify import verify
-from ckpt.errors import NotCommittedError, NotFoundError
-from ckpt.io_backends import join_url, open_backend
-from tests.distributed.ranks import Lost, Ranks
+from ckpt.errors import ConflictError, GroupError, NotCommittedError, NotFoundError
+from ckpt.io_backends import FaultyProcess, join_url, open_backend, wrap_backends
+from ckpt.runs.step_listing import list_steps
+from tests.distributed.ranks import Lost, Ranks, at_once
+from tests.s3 import exporting as work
 from tests.s3 import rank_work
 from tests.s3.meddling import watch
 from tests.s3.stores import ObjectStore
@@ -234,3 +245,159 @@ def test_a_training_loop_goes_on(ranks: Ranks, s3_url: str, object_store: Object
     assert ranks.run(3, rank_work.train, environment, s3_url, 5) == [(3, True)] * 3
     assert [s.number for s in ckpt.list_steps(s3_url) if s.committed] == [4, 5]
     assert open_backend(join_url(s3_url, "step-00000003")).list_dir() == []
+
+
+# ----------------------------------------------------- A run of two jobs that share nothing but an object store, one of them without torch.
+
+NAMES = ("trainer", "buffer")
+BUFFER = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import ckpt, tests.s3.test_checkpoints as run
+c, state = run.member(sys.argv[1], "buffer"), run.state_of(0)
+c.restore(state)
+for n in (1, 2):
+    c.save(n, run.state_of(n))
+    c.wait()
+"""
+
+
+def member(url: str, name: str) -> ckpt.Checkpointer:
+    return ckpt.Checkpointer(url, member=ckpt.Member(name, of=NAMES), job=ckpt.Job(timeout=60))
+
+
+def state_of(n: int) -> dict[str, Any]:
+    return {"queue": [n, "é", b"\x00\xff"], "cursor": np.arange(5) * n}
+
+
+def test_a_member_that_is_killed_after_it_has_prepared_a_step_does_not_undo_it(s3_url: str) -> None:
+    buffer = subprocess.Popen([sys.executable, "-c", BUFFER, s3_url])
+    try:
+        c = member(s3_url, "trainer")
+        assert c.restore(state_of(0)) is None
+        c.save(1, state_of(1))
+        c.wait()
+        end = time.monotonic() + 60
+        while list_steps(s3_url)[-1].reason != "saved by buffer; awaited: trainer":
+            assert time.monotonic() < end and buffer.poll() is None
+            time.sleep(0.05)
+    finally:
+        buffer.kill()
+        buffer.wait()
+    assert c.latest == 1
+    c.save(2, state_of(2))
+    c.wait()
+    assert c.latest == 2, "whoever is left commits what all have prepared"
+    assert c._joint is not None
+    c._joint._run.timeout = 1.0
+    c.save(3, state_of(3))
+    with pytest.raises(ConflictError, match="step 3 was given up: buffer did not save it within 1 s"):
+        c.close()
+    assert [(s.number, s.committed) for s in list_steps(s3_url)] == [(1, True), (2, True), (3, False)]
+
+    def restored(name: str) -> int | None:
+        state = state_of(0)
+        with member(s3_url, name) as again:
+            n = again.restore(state)
+        assert state["queue"] == state_of(2)["queue"] and state["cursor"].tobytes() == state_of(2)["cursor"].tobytes()
+        return n
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(restored, NAMES)) == [2, 2]
+
+
+# ------------------------ ``ckpt watch`` of a save to an object store: what the leader notes there is seen, and gone when the save is over.
+
+
+class SlowWrites(FaultyProcess):
+    """A process whose storage takes a second and a half for each write of a data file, until the save has been watched."""
+
+    watched = threading.Event()
+
+    def operate(self, what: str, effect: Callable[[], Any], half: Callable[[], None] | None = None) -> Any:
+        if half is not None:
+            self.watched.wait(1.5)
+        return super().operate(what, effect, half)
+
+
+def shown(url: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(cli, ["watch", "--once", "--json", url])
+    return result.exit_code, json.loads(result.stdout.splitlines()[-1]) if result.stdout else {}
+
+
+def test_a_save_is_watched_through_the_store(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPT_PROGRESS", "0.5")
+    state = {"w": torch.arange(4 << 20, dtype=torch.int32)}
+
+    def save() -> None:
+        with wrap_backends(SlowWrites().wrap):
+            ckpt.save(f"{s3_url}/step-1", state, job=ckpt.Job(threads=1))
+
+    job = threading.Thread(target=save)
+    job.start()
+    end = time.monotonic() + 90
+    code, seen = 1, dict[str, Any]()
+    while not (seen.get("progress") and seen["state"] == "saving") and time.monotonic() < end:
+        code, seen = shown(s3_url)  # which says "hangs" while a machine with too much to do leaves the leader no time for a note
+    SlowWrites.watched.set()
+    assert (code, seen["state"], seen["url"], seen["progress"]["ranks"]) == (0, "saving", f"{s3_url}/step-1", 1)
+    job.join(100)
+    assert not job.is_alive()
+    assert not [e.path for e in open_backend(f"{s3_url}/step-1").list_prefix() if e.path.endswith("progress.json")]
+    code, seen = shown(s3_url)
+    assert (code, seen["state"]) == (0, "committed")
+
+
+# ----------------------------- Exports to an object store: all ranks send parts of the same objects, which show when all of them are there.
+
+INDEX = "model.safetensors.index.json"
+
+
+def objects(store: ObjectStore, url: str) -> dict[str, bytes]:
+    """All objects below a URL, by botocore alone."""
+    bucket, _, prefix = url.removeprefix("s3://").partition("/")
+    found = store.client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/").get("Contents", [])
+    return {o["Key"].removeprefix(f"{prefix}/"): store.client.get_object(Bucket=bucket, Key=o["Key"])["Body"].read() for o in found}
+
+
+def right(found: dict[str, bytes], seed: int, dtype: torch.dtype) -> bool:
+    tensors = {n: t for name, data in found.items() if name.endswith(".safetensors") for n, t in safetensors.torch.load(data).items()}
+    return tensors.keys() == work.wanted(seed).keys() and all(torch.equal(tensors[n], t.to(dtype)) for n, t in work.wanted(seed).items())
+
+
+def test_parts_from_all_ranks(ranks: Ranks, object_store: ObjectStore, s3_url: str) -> None:
+    reports = ranks.run(3, work.export_model, object_store.environment, f"{s3_url}/a", 1, {"shard_size": "12MB"})
+    found = objects(object_store, f"{s3_url}/a")
+    assert sorted(found) == ["model-00001-of-00003.safetensors", *(f"model-0000{i}-of-00003.safetensors" for i in (2, 3)), INDEX]
+    assert json.load(io.BytesIO(found[INDEX]))["metadata"]["total_size"] == reports[0].tensor_bytes
+    assert right(found, 1, torch.float32)
+    assert all(r.writes > 0 and r.sent_bytes < r.tensor_bytes / 3 + 1 for r in reports)
+    assert list(open_backend(s3_url).pending_uploads()) == []
+
+
+def test_one_object_cast_and_replaced(ranks: Ranks, object_store: ObjectStore, s3_url: str) -> None:
+    url = f"{s3_url}/model.safetensors"
+    options: dict[str, Any] = {"dtype": "bfloat16"}
+    ranks.run(2, work.export_model, object_store.environment, url, 1, options)
+    refused = ranks.run(2, work.export_model, object_store.environment, url, 2, options, allow_death=True)
+    assert all("ConflictError" in x.text for x in refused)
+    assert right(objects(object_store, s3_url), 1, torch.bfloat16)
+    ranks.run(2, work.export_model, object_store.environment, url, 2, {**options, "overwrite": True})
+    found = objects(object_store, s3_url)
+    assert list(found) == ["model.safetensors"] and right(found, 2, torch.bfloat16)
+
+
+@pytest.mark.alone  # who is killed must not have been given up before
+def test_killed(ranks: Ranks, object_store: ObjectStore, s3_url: str) -> None:
+    def check(rank: int, operation: str) -> None:
+        url = f"{s3_url}/{rank}/model.safetensors"
+        found = ranks.run(2, work.die_at_request, object_store.environment, url, 1, rank, operation, allow_death=True)
+        assert isinstance(found[rank], Lost) and found[rank].exitcode == -9
+        assert isinstance(found[1 - rank].error, GroupError)
+        assert objects(object_store, f"{s3_url}/{rank}") == {}
+        assert len(list(open_backend(f"{s3_url}/{rank}").pending_uploads())) == (rank == 0)  # a leader that lives ends its uploads
+        ranks.run(2, work.export_model, object_store.environment, url, 2, {})
+        assert right(objects(object_store, f"{s3_url}/{rank}"), 2, torch.float32)
+        assert list(open_backend(f"{s3_url}/{rank}").pending_uploads()) == []
+
+    at_once(check, [(1, "UploadPart"), (0, "CompleteMultipartUpload")])
