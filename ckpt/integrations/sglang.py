@@ -72,7 +72,7 @@ def take_weights(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
         raise UsageError("these tensors are no request for ckpt", hint="give ckpt.integrations.sglang.update_request(address)")
     given = parse_object(bytes(tensors[0][1].cpu().numpy()))
     step, progress, kind = given.pop("step", None), bool(given.pop("progress", False)), type(model).__name__
-    own = next((options for glob, options in given.pop("models", {}).items() if fnmatchcase(kind, glob)), {})
+    own: dict[str, Any] | None = next((options for glob, options in given.pop("models", {}).items() if fnmatchcase(kind, glob)), {})
     if own is None:
         log.info("%s keeps its weights: the request leaves it out", kind)
         return
