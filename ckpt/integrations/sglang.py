@@ -72,7 +72,7 @@ def take_weights(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
         raise UsageError("these tensors are no request for ckpt", hint="give ckpt.integrations.sglang.update_request(address)")
     given = parse_object(bytes(tensors[0][1].cpu().numpy()))
     step, progress, kind = given.pop("step", None), bool(given.pop("progress", False)), type(model).__name__
-    own = next((options for glob, options in given.pop("models", {}).items() if fnmatchcase(kind, glob)), {})
+    own: dict[str, Any] | None = next((options for glob, options in given.pop("models", {}).items() if fnmatchcase(kind, glob)), {})
     if own is None:
         log.info("%s keeps its weights: the request leaves it out", kind)
         return
@@ -123,8 +123,8 @@ class CkptLoader(DefaultModelLoader):
         return EngineCheckpoint(source.model_or_path, options)
 
     def load_weights_and_postprocess(self, model: Any, weights: Any, target_device: Any) -> None:
-        """Fill the model that SGLang has built. A quantised one takes whole tensors, since SGLang changes them on their way; so does one that
-        SGLang gives an iterator of its own."""
+        """Fill the model that SGLang has built. A quantised one takes whole tensors, since SGLang changes them on their way; so does one
+        for which SGLang gives an iterator of its own."""
         layer = self.load_config.draft_model_idx
         if getattr(model, "quant_config", None) is not None or not isinstance(weights, EngineCheckpoint):
             chosen = iter(weights) if layer is None else self._filter_mtp_weights(iter(weights), "", layer)

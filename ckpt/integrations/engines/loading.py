@@ -63,7 +63,8 @@ class EngineCheckpoint:
 
     def fill(self, model: Any, process_group: ProcessGroup | None = None, load_weights: LoadWeights | None = None) -> None:
         """Load into the model's parameters; collective over ``process_group``. Each rank reads what ``load_weights``, by default the
-        model's, keeps, straight into its memory. A model whose parameters have no memory (quantised while they are loaded) takes whole tensors instead.
+        model's, keeps, straight into its memory. A model whose parameters have no memory (quantised while they are loaded) takes whole
+        tensors instead.
 
         Raises:
             as :func:`record` and ``ckpt.load``.
