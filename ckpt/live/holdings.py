@@ -97,20 +97,28 @@ class Holdings:
             raise _not_here(f"{box.numel * tensor.itemsize} bytes in {box} of tensor number {number}, not {nbytes}")
         return number, box
 
-    def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
-        """The bytes of a piece as views, in order: of this rank's memory where long boxes lie in it as they are asked for and it is sealed,
-        and of ``out``, into which everything else is packed."""
-        length = requests.places(piece)[1]
-        views: list[memoryview] = []
-        packed = 0
+    def boxes(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of each box of a piece: in this rank's memory where long ones lie in it as they are asked for and it is sealed, and in
+        ``out``, into which all others are packed, each at its place."""
+        boxes: list[memoryview] = []
         for request, start, stop in requests.spans(piece):
             number, box = self._asked(requests, request, stop - start)
             view = self._in_place(number, box) if self.is_sealed and stop - start >= settings.WORTH_A_CALL else None
             if view is None:
-                self.gather(number, box, out[start:stop])
-                continue
-            views += [out[packed:start], view] if start > packed else [view]
-            packed = stop
+                view = out[start:stop]
+                self.gather(number, box, view)
+            boxes.append(view)
+        return boxes
+
+    def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of a piece as views, in order; its ``boxes``, and what lies between them."""
+        length = requests.places(piece)[1]
+        views: list[memoryview] = []
+        packed = 0
+        for (_, start, stop), view in zip(requests.spans(piece), self.boxes(requests, piece, out), strict=True):
+            if view.obj is not out.obj:
+                views += [out[packed:start], view] if start > packed else [view]
+                packed = stop
         return [*views, out[packed:length]] if length > packed else views
 
     def _in_place(self, number: int, box: Box) -> memoryview | None:
