@@ -16,8 +16,8 @@ import ckpt
 from ckpt import ExportReport, convert, export, settings
 from ckpt.converters import export_plan
 from ckpt.io_backends import posix_writer as posix_shared
-from ckpt.io_backends.fsspec_filesystem import GatheringWriter
 from ckpt.io_backends.posix_writer import PosixSharedObject
+from ckpt.io_backends.writer_base import GatheringWriter
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build
