@@ -19,7 +19,7 @@ from .interrupts import nothing_begun, when_interrupted
 from .options import (
     INTERRUPTED,
     MappingChoice,
-    config_options,
+    file_options,
     grouped,
     left_out_message,
     mapping_options,
@@ -35,7 +35,7 @@ from .output import URL, GroupedCommand, OneOf, Output, options, progress, style
 if TYPE_CHECKING:
     from ckpt.converters.convert import RepairReport
     from ckpt.converters.target import Argument
-    from ckpt.runs.rebuild import RebuildReport
+    from ckpt.formats.native.rebuild import RebuildReport
 
 
 _TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")
@@ -77,11 +77,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("target", metavar="DST", type=URL)
 @grouped("Output", "--to", required=True, metavar="FORMAT", type=OneOf(_TARGETS, open_ended=True), help=f"One of {', '.join(_TARGETS)}.")
 @grouped("Output", "--dtype", metavar="DTYPE", help="Cast floating-point tensors, except those of optimizers: bfloat16, float16, …")
-@config_options
-@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
-@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at DST; native only.")
-@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
-@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@file_options("DST")
 @grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one; torch_dist: model]")
 @grouped("Source", "--repair", is_flag=True, help="Repair optimizer states that Megatron-Core 0.15 to 0.19 misplaced.")
 @grouped("Source", "--job", multiple=True, metavar="NAME=N", help="For --repair: a job argument that the files do not contain.")
@@ -248,7 +244,7 @@ def rebuild(url: str, *, id: str | None, dry_run: bool, output: Output) -> None:
       ckpt rebuild runs/a/step-00001000
       ckpt verify runs/a/step-00001000
     """
-    from ckpt.runs.rebuild import rebuild_checkpoint
+    from ckpt.formats.native.rebuild import rebuild_checkpoint
 
     report = rebuild_checkpoint(url, id=id, dry_run=dry_run)
     if output.json:

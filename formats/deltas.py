@@ -21,7 +21,7 @@ from ckpt import settings
 from ckpt.catalog import Extent, Format, TensorEntry
 from ckpt.errors import AccessError, CkptError, CorruptError, FormatError, NotFoundError
 from ckpt.io_backends.checks import read_checked
-from ckpt.io_backends.protocol import IOHints, ObjectMeta
+from ckpt.io_backends.protocol import IOHints
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.plan.layout.geometry import Box, flat_to_boxes
 
@@ -174,12 +174,6 @@ class ChainBackend(ReadOnly):
     def version_token(self, path: str) -> str | None:
         """What tells versions of a file apart: see ``Backend.version_token``."""
         return self.links[-1].backend.version_token(path) if path == MANIFEST else self.inner.version_token(path)
-
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        return self.inner.list_prefix(prefix)
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        return self.inner.list_dir(prefix)
 
     # ---- changes
 
@@ -409,11 +403,7 @@ def _open_anchor(url: str) -> tuple[ExternalCatalog, str]:
         anchor = read_checked(backend, "", partial(open_safetensors, backend), faults=(CorruptError, FormatError))
     except CkptError as err:
         raise FormatError(f"this is no export that a delta can follow: {err.message}", where=url, hint="export a full anchor") from err
-    return anchor, _fingerprint(anchor)
-
-
-def _fingerprint(anchor: ExternalCatalog) -> str:
-    """What tells an anchor from others of the same shapes: names, dtypes, shapes and places of all tensors, and samples of the bytes."""
+    # What tells an anchor from others of the same shapes: names, dtypes, shapes and places of all tensors, and samples of the bytes
     entries = [e for e in anchor.tensors.values() if e.nbytes]
     extents = anchor.extents_of([(e, n) for e in entries for n in range(len(e.grid))])
     digest = xxhash.xxh3_128(json.dumps([[e.name, e.dtype.name, list(e.shape)] for e in anchor.tensors.values()]).encode())
@@ -426,7 +416,7 @@ def _fingerprint(anchor: ExternalCatalog) -> str:
             anchor.backend, [Range(extents[i].path, extents[i].offset + within, min(_SAMPLE, extents[i].length - within))]
         )
         digest.update(data)
-    return digest.hexdigest()
+    return anchor, digest.hexdigest()
 
 
 def _tensors(anchor: ExternalCatalog, url: str) -> tuple[DeltaTensor, ...]:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from fsspec.implementations.dirfs import DirFileSystem
 
+from ckpt import settings
 from ckpt.concurrency import ProcessLock
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.text import parse_json
 
 from .checks import check_path
-from .fsspec_errors import conditional, fsspec_errors, is_absence, is_known, is_writable, note_writable, try_it
-from .posix_files import storage_errors, write_all
-from .writer_base import WriterBase
+from .fsspec_errors import fsspec_errors, is_absence, keeps_condition, kept_conditions, writable_places
 
 # fsspec's own configuration: ``FSSPEC_*`` variables as they are now, and the files that fsspec has read when it was imported.
 #
@@ -158,10 +155,11 @@ def secrets_of(options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(secrets)
 
 
-# A place below a root of an fsspec file system: its keys, its bucket, whether objects are created there only if they are absent, and
-# objects that are gathered because it takes only whole ones.
+# A place below a root of an fsspec file system: its keys, its bucket, and whether objects are created there only if they are absent.
 
 TRIES = 8
+IN_MEMORY = 8 << 20
+"""Bytes. Smaller objects are gathered in memory, others in a file ``ckpt-*`` where temporary files are."""
 
 
 class FsspecPlace:
@@ -265,18 +263,27 @@ class FsspecPlace:
         """Whether the store itself creates objects only if they are absent. File systems with directories never do."""
         if self.speaks(DIRECTORIES):
             return False
-        if not is_known(self.fs, self.bucket):
+        if self._tried not in kept_conditions:
             self._probe()
-        return conditional(self.fs, self.bucket, self.url)
+        kept = kept_conditions[self._tried]
+        if not kept and settings.conditional_put() == "require":
+            why = "so two saves at once could both believe that they were committed"
+            hint = "set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/storage.md)"
+            raise StorageError(f"the store ignores or does not offer `create only if absent`, {why}", where=self.url, hint=hint)
+        return kept
+
+    @property
+    def _tried(self) -> tuple[str, str]:
+        return self.fs._fs_token, self.bucket
 
     def prepare(self) -> None:
         """Write a small object and remove it: on object stores once for all places beside each other, such as the steps of a run. The first
         time in a bucket, try conditions with it."""
         run = self.root.rpartition("/")[0]
-        if self.speaks(DIRECTORIES) or (is_known(self.fs, self.bucket) and not is_writable(self.fs, run)):
+        if self.speaks(DIRECTORIES) or (self._tried in kept_conditions and (self.fs._fs_token, run) not in writable_places):
             self._probe()
         self.is_conditional()
-        note_writable(self.fs, run)
+        writable_places.add((self.fs._fs_token, run))
 
     def _probe(self) -> None:
         key = self.key(f".prepare-{secrets.token_hex(8)}.tmp")
@@ -286,80 +293,13 @@ class FsspecPlace:
 
         with self.errors(self.url, "write to the root"):
             try:
-                if self.speaks(DIRECTORIES) or is_known(self.fs, self.bucket):
+                if self.speaks(DIRECTORIES) or self._tried in kept_conditions:
                     put({})
                 else:
-                    try_it(self.fs, self.bucket, key, self.url, put)
+                    kept_conditions[self._tried] = keeps_condition(self.fs, key, self.url, put)
             except BaseException:
                 with suppress(Exception):  # why it could not be written is what counts
                     self.fs.rm_file(key)
                 raise
             with suppress(FileNotFoundError):  # a file system that does not know the condition has written nothing
                 self.fs.rm_file(key)
-
-
-# A new object for storage that takes objects only whole: gathered here, in memory or a temporary file, and sent on commit.
-#
-# Invariant: before ``commit`` the storage has nothing of the object. A killed process may leave a file ``ckpt-*`` where temporary files
-# are.
-
-IN_MEMORY = 8 << 20
-"""Bytes. Smaller objects are gathered in memory."""
-
-
-class _InMemory:
-    def __init__(self, size: int) -> None:
-        self._bytes = bytearray(size)
-
-    def write(self, offset: int, views: list[memoryview]) -> None:
-        target = memoryview(self._bytes)
-        for view in views:
-            target[offset : offset + view.nbytes] = view
-            offset += view.nbytes
-
-    @property
-    def content(self) -> bytes:
-        return bytes(self._bytes)
-
-    def close(self) -> None:
-        self._bytes = bytearray()
-
-
-class _InFile:
-    def __init__(self) -> None:
-        with storage_errors(tempfile.gettempdir(), "make a temporary file"):
-            self._file: IO[bytes] = tempfile.NamedTemporaryFile(prefix="ckpt-")  # noqa: SIM115  close() removes it
-
-    def write(self, offset: int, views: list[memoryview]) -> None:
-        with storage_errors(self._file.name, "write a temporary file"):
-            write_all(self._file.fileno(), views, offset)
-
-    @property
-    def content(self) -> Path:
-        return Path(self._file.name)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class GatheringWriter(WriterBase):
-    """An object of ``size`` bytes. ``send`` stores it, given as bytes or as a file; ``remove`` takes back what a failed one left."""
-
-    def __init__(self, *, where: str, size: int, send: Callable[[bytes | Path], None], remove: Callable[[], None]) -> None:
-        super().__init__(where=where, size=size)
-        self._send = send
-        self._remove = remove
-        self._gathered = _InMemory(size) if size <= IN_MEMORY else _InFile()
-
-    def _put(self, offset: int, views: list[memoryview]) -> None:
-        self._gathered.write(offset, views)
-
-    def _make_durable(self) -> None:
-        self._send(self._gathered.content)
-
-    def _discard(self, *, tried: bool) -> None:
-        if tried:
-            self._remove()
-
-    def _close(self) -> None:
-        self._gathered.close()

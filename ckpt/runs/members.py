@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.net.wire import check, decoded, encoded, kind_of
 from ckpt.text import parse_object
 
 from .step_listing import Step, directory_name, in_order, read_steps, step_name
@@ -52,20 +53,7 @@ class Generation:
     """Id of a joint record → why a member could not load its part."""
 
     def to_bytes(self) -> bytes:
-        values = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "writer": WRITER,
-            "id": self.id,
-            "members": list(self.members),
-            "joined": {name: {"life": a.life, "state": a.state} for name, a in self.joined.items()},
-            "decided": self.decided,
-            "step": self.step,
-            "checkpoints": {name: checkpoint._asdict() for name, checkpoint in self.checkpoints.items()},
-            "branches": [b._asdict() for b in self.branches],
-            "left": list(self.left),
-            "refused": dict(self.refused),
-        }
+        values = {"format": _FORMAT, "version": _VERSION, "writer": WRITER, **encoded(self)}
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
@@ -78,21 +66,12 @@ class Generation:
                     where=where,
                     hint=f"read it with the release that wrote it: {values.get('writer')}",
                 )
-            return cls(
-                id=values["id"],
-                members=tuple(values["members"]),
-                joined={name: Attendance(life=a["life"], state=a["state"]) for name, a in values["joined"].items()},
-                decided=values["decided"],
-                step=values["step"],
-                checkpoints={name: MemberCheckpoint(row["path"], row["id"]) for name, row in values["checkpoints"].items()},
-                branches=branches_of((b["id"], b["after"]) for b in values["branches"]),
-                left=tuple(values["left"]),
-                refused=dict(values["refused"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
-            raise CorruptError(
-                f"the file is damaged: {err}", where=where, hint="delete it while no member runs: a restore writes it anew"
-            ) from err
+            check(values, kind_of(cls))
+            generation: Generation = decoded(cls, values)
+        except ValueError as err:
+            hint = "delete it while no member runs: a restore writes it anew"
+            raise CorruptError(f"the file is damaged: {err}", where=where, hint=hint) from err
+        return generation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,39 +156,29 @@ def joint_steps(backend: Backend, root: str) -> list[Step]:
     return in_order(read_steps(backend, root, [name for name in names if step_number(name) is not None]).values())
 
 
-def _run_above(run: str) -> tuple[Backend, str, list[Step]] | None:
-    """The run of several jobs that ``run`` lies in, its name there, and the joint steps; None if there is none."""
-    try:
-        above, name = split_url(open_backend(run))
-        backend = open_backend(above)
-        joint = joint_steps(backend, above)
-        there = any(s.members for s in joint) or is_there(backend, GENERATION_PATH)
-    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
-        return None
-    return (backend, name, joint) if there else None
-
-
 def check_no_member(run: str) -> None:
     """Raise UsageError if a job that saves by itself would save to the directory of a member, whose steps are those of all members."""
-    above = _run_above(run)
-    if above is None:
-        return
-    backend, name, joint = above
-    members = {c.path.partition("/")[0] for s in joint for c in s.members.values()}
-    if is_there(backend, GENERATION_PATH):
+    try:  # one request, and no listing of what may be thousands of other runs
+        above, name = split_url(open_backend(run))
+        backend = open_backend(above)
         data = backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
-        members |= {*Generation.from_bytes(data, join_url(backend.url, GENERATION_PATH)).members}
-    if name in members:
+    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
+        return
+    if name in Generation.from_bytes(data, join_url(backend.url, GENERATION_PATH)).members:
         hint = f"Checkpointer({backend.url!r}, member=ckpt.Member({name!r}, of=...)), or another directory for a job of its own"
         raise UsageError("only a member of the run of several jobs saves to its directory", where=run, hint=hint)
 
 
 def joint_uses(run: str, steps: Sequence[Step]) -> dict[str, str]:
     """Which of ``steps`` have to stay because ``run`` is that of a member: by id, what needs them. Empty for any other run."""
-    beside = _run_above(run)
-    if beside is None:
+    try:
+        above, member = split_url(open_backend(run))
+        backend = open_backend(above)
+        joint = joint_steps(backend, above)
+        if not any(s.members for s in joint) and not is_there(backend, GENERATION_PATH):
+            return {}
+    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
         return {}
-    backend, member, joint = beside
     damaged = next((directory_name(s) for s in joint if s.damaged), None)
     uses = {} if damaged is None else {s.id: f"../{damaged}, whose record is damaged" for s in steps if s.id is not None}
     for s in joint:

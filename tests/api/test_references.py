@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import uuid
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RunBackend
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.formats.native.tables import find_problem
 from ckpt.formats.native.writer import CheckpointJournal, set_tags
 from ckpt.formats.registry import open_catalog
@@ -30,7 +32,6 @@ from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.net.group import current_group
 from ckpt.policies import EverySteps, Latest, retention
 from ckpt.runs.orphans import find_orphans, remove_orphans
-from ckpt.runs.rebuild import rebuild_checkpoint
 from ckpt.runs.removal import infos, remove_at, remove_steps
 from ckpt.runs.step_listing import list_steps
 from tests.formats import oracle
@@ -83,7 +84,8 @@ def holds(url: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return tmp_path / "run"
+    """Of no other test: older pytest gives the path of one that has passed again, and the process remembers runs by their paths."""
+    return tmp_path / uuid.uuid4().hex[:8]
 
 
 @pytest.fixture(params=["remembered", "read"])

@@ -6,6 +6,7 @@ The libraries themselves need a GPU, or much that tests do not.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -114,6 +115,7 @@ class LoadConfig:
 
     load_format: Any = "auto"
     model_loader_extra_config: Any = field(default_factory=dict)
+    draft_model_idx: int | None = None
 
 
 class DefaultModelLoader:
@@ -134,6 +136,18 @@ class DefaultModelLoader:
 
     def _get_all_weights(self, model_config: Any, model: Any) -> Any:
         return iter(())
+
+    def _get_weights_iterator(
+        self, source: Any, *, resolved_source: Any = None, startup_prefetch_started: bool = False, startup_prefetch_active: bool = False
+    ) -> Any:
+        raise RuntimeError("Cannot find any model weights")
+
+    @classmethod
+    def _filter_mtp_weights(cls, weights_iterator: Any, prefix: str, draft_model_idx: int) -> Any:
+        for name, tensor in weights_iterator:
+            match = re.match(r"model\.mtp\.layers\.(\d+)\.", name)
+            if match is None or int(match.group(1)) == draft_model_idx:
+                yield prefix + (name if match is None else name.replace(match.group(), "model.mtp.layers.0.")), tensor
 
     @staticmethod
     def load_weights_and_postprocess(model: Any, weights: Any, target_device: Any) -> None: ...

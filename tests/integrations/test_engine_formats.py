@@ -57,7 +57,12 @@ def sglang_loads(model: Any, folder: Path, options: dict[str, Any]) -> None:
     assert hook(original, untouched, 1) == (untouched, 1)
     loader = hook(original, load_config=engine_stubs.LoadConfig(model_loader_extra_config={"ckpt": options, "num_threads": 2}))
     assert loader.load_config.model_loader_extra_config == {"num_threads": 2}
-    assert loader.load_model(model_config=SimpleNamespace(model_path=str(folder), built=lambda: model), device_config=None).processed
+    assert loader.load_model(model_config=model_config(folder, model), device_config=None).processed
+
+
+def model_config(folder: Path, model: Any, *, draft: bool = False) -> Any:
+    """SGLang's."""
+    return SimpleNamespace(model_path=str(folder), built=lambda: model, is_draft_model=draft)
 
 
 LOADS = {"vllm": vllm_loads, "sglang": sglang_loads}
@@ -169,6 +174,53 @@ def test_a_model_that_is_quantised_while_it_is_loaded_takes_whole_tensors(tmp_pa
 # ------------------------------------------------------------------------------------------------------------- SGLang follows
 
 
+class Draft(nn.Module):
+    """A draft model has its own part of a checkpoint, and takes embeddings from the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(SIZES.hidden))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if name in ("model.norm.weight", "model.mtp.layers.0.norm"):
+                self.norm.data.copy_(tensor)
+
+
+def sglang_loader(options: Any, **config: Any) -> Any:
+    adapter = importlib.import_module("ckpt.integrations.sglang")
+    return adapter.CkptLoader(engine_stubs.LoadConfig(model_loader_extra_config={"ckpt": options} if options else {}, **config))
+
+
+def test_a_draft_model_of_sglang_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    size = Draft().norm.shape
+    for name in ("whole", "draft"):
+        ckpt.save(tmp_path / name, {f"model.mtp.layers.{n}.norm": torch.full(size, n + 1.0) for n in range(2)})
+    config = lambda: model_config(tmp_path / "draft", Draft(), draft=True)  # noqa: E731
+    own, shared = {"optional": "embed"}, {"optional": "embed", "url": str(tmp_path / "whole")}
+    for options in ({"url": "memory", "draft": own}, {"draft": shared}):
+        for layer in range(2):
+            draft = sglang_loader(options, draft_model_idx=layer).load_model(model_config=config(), device_config=None)
+            assert torch.equal(draft.norm, torch.full(size, layer + 1.0))
+    with pytest.raises(UsageError, match="the draft model has other weights than the model"):
+        sglang_loader({"url": str(tmp_path / "whole")}).load_model(model_config=config(), device_config=None)
+    with pytest.raises(CoverageError, match="does not fill 1 parameter\n  embed"):
+        sglang_loader(None, draft_model_idx=0).load_model(model_config=config(), device_config=None)
+
+
+def test_sglang_updates_from_a_disk(tmp_path: Path) -> None:
+    """``update_weights_from_disk`` of an engine that was started with ``load_format=CkptLoader``; it may filter the weights by name."""
+    tensors = stored(SIZES, tmp_path / "model")
+    ckpt.save(tmp_path / "a", dict(tensors))
+    for pick in (None, lambda name: "norm" not in name):
+        model, loader = ZooModel(SIZES, Tp(1, 2)), sglang_loader(None)
+        weights = loader._get_weights_iterator(SimpleNamespace(model_or_path=str(tmp_path / "a"), prefix=""))
+        chosen = weights if pick is None else ((name, weight) for name, weight in weights if pick(name))
+        loader.load_weights_and_postprocess(model, chosen, None)
+        expected = by_itself(SIZES, Tp(1, 2), {name: t for name, t in tensors.items() if pick is None or pick(name)})
+        assert bits(model) == expected
+
+
 def test_sglang_follows_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_LIVE_SECRET", "for this test")
     adapter = importlib.import_module("ckpt.integrations.sglang")
@@ -193,6 +245,18 @@ def test_sglang_follows_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         adapter.take_weights(model, adapter.update_request(source.address, timeout=19))  # after a wrong request
         with pytest.raises(UsageError, match="no request for ckpt"):
             adapter.take_weights(model, list(tensors.items()))
-        adapter._sinks[model][1].close()
+        # drafts are handed the same request, which may come as a generator
+        same = lambda **models: (row for row in adapter.update_request(source.address, timeout=19, models=models))  # noqa: E731
+        draft = Draft()
+        adapter.take_weights(draft, same(**{"*raft": None}))
+        assert bits(draft) == bits(Draft())
+        with pytest.raises(CoverageError, match="does not fill 1 parameter\n  embed"):
+            adapter.take_weights(draft, same())
+        adapter.take_weights(draft, same(**{"*raft": {"optional": "embed"}}))
+        adapter.take_weights(model, same(**{"*raft": {"optional": "embed"}}))
+        assert torch.equal(draft.norm, state["model.norm.weight"])
+        assert bits(model) == by_itself(SIZES, Tp(1, 2), state)
+        for sink in adapter._sinks.values():
+            sink[1].close()
     with pytest.raises(UsageError, match="unknown options: 'steps'"):
         adapter.update_request("tcp://a:1/b", steps=7)

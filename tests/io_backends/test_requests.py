@@ -22,9 +22,9 @@ from tests.faults.proxy import FaultProxy
 from tests.io_backends.counted import CountedObjects, counting
 from tests.s3.stores import ObjectStore
 
-MOST = {"counted": {"save": 27, "restore": 15, "load": 6, "list": 5}, "local": {"save": 37, "restore": 18, "load": 6, "list": 5}}
-"""Calls of the file system, of a run of two steps. A save asks of each object whether its name is free, and whether all of it arrived; a
-restore leaves a note in the log of the run."""
+MOST = {"counted": {"save": 28, "restore": 15, "load": 6, "list": 5}, "local": {"save": 37, "restore": 18, "load": 6, "list": 5}}
+"""Calls of the file system, of a run of two steps. A save asks of each object whether its name is free, and whether all of it arrived, and
+the first of a job whether the run is that of a member; a restore leaves a note in the log of the run."""
 MANY = 20_000
 
 
@@ -138,7 +138,7 @@ def test_records_of_a_run_are_listed_without_its_data_files(files: int, calls: C
     listed: list[str] = []
 
     def with_etags(store: CountedObjects, infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        listed.extend(info["name"] for info in infos)
+        listed.extend(info["name"] for info in infos if "etag" not in info)  # older find() calls ls(), which has noted them
         return [info if info["type"] == "directory" else {**info, "etag": store.cat_file(info["name"]).hex()} for info in infos]
 
     ls, find = CountedObjects.ls, CountedObjects.find

@@ -24,9 +24,13 @@ def test_a_browser_runs_our_script_and_no_other(tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_screen(tmp_path: Path, width: int) -> None:
+@pytest.mark.parametrize(("medium", "width"), [("screen", 390), ("screen", 1280), ("print", 703)])
+def test_nothing_is_wider_than_screen_or_paper(tmp_path: Path, medium: str, width: int) -> None:
+    """Paper: A4 less the margins of the report; its rules hold on the screen here, where a script can measure."""
     page = page_of(save(tmp_path / "s", many(80), arrays=layers(4)), price=2.0)
+    if medium == "print":
+        assert page.count("@media print") == 1
+        page = page.replace("@media screen", "@media (width: 0)").replace("@media print", "@media all")
     probe = "document.title = 'measured ' + document.documentElement.scrollWidth"
     open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
     frame = f"<iframe width={width} height=900 src=r.html></iframe>"  # headless windows are 500 wide at least

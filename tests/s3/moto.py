@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 
+import pytest
+
 from tests.ports import free_ports
 from tests.s3.rgw import NotStartedError, answers
 
@@ -18,7 +20,8 @@ SECONDS = 60.0
 
 @contextmanager
 def serve() -> Iterator[tuple[str, str]]:
-    """Endpoint and version of a server that runs until the block ends."""
+    """Endpoint and version of a server that runs until the block ends; skips where moto is not installed."""
+    pytest.importorskip("moto", reason="needs radosgw or moto")
     (port,) = free_ports(1)
     guard = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
     command = [*guard, sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]

@@ -18,6 +18,7 @@ from ckpt.net.group import Job
 from ckpt.plan.match import Selection, rules_of_rename, several
 
 from .recorded import record
+from .recording import LoadWeights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,18 +61,20 @@ class EngineCheckpoint:
         for name, tensor in self.tensors.items():
             yield name, tensor.read()
 
-    def fill(self, model: Any, process_group: ProcessGroup | None = None) -> None:
-        """Load into the model's parameters; collective over ``process_group``. Each rank reads what its ``load_weights`` keeps, straight
-        into its memory. A model whose parameters have no memory (quantised while they are loaded) takes whole tensors instead.
+    def fill(self, model: Any, process_group: ProcessGroup | None = None, load_weights: LoadWeights | None = None) -> None:
+        """Load into the model's parameters; collective over ``process_group``. Each rank reads what ``load_weights``, by default the
+        model's, keeps, straight into its memory. A model whose parameters have no memory (quantised while they are loaded) takes whole
+        tensors instead.
 
         Raises:
             as :func:`record` and ``ckpt.load``.
         """
         optional = (*UNSTORED, *several(self._options.get("optional", ())))
+        load_weights = load_weights or model.load_weights
         if any(parameter.is_meta for parameter in model.parameters()):
-            self._pass_on(model, optional)
+            self._pass_on(model, load_weights, optional)
             return
-        recorded = record(model.load_weights, self.tensors, model, stage=self._options.get("stage", ()), optional=optional)
+        recorded = record(load_weights, self.tensors, model, stage=self._options.get("stage", ()), optional=optional)
         report = load(
             self.url,
             recorded.state,
@@ -84,9 +87,9 @@ class EngineCheckpoint:
         unverified = f", {report.bytes_unverified:,} of them without digests" if report.bytes_unverified else ""
         log.info("%s: read %d bytes for this rank%s; %s", self.url, report.bytes_read, unverified, recorded)
 
-    def _pass_on(self, model: Any, optional: Iterable[str]) -> None:
+    def _pass_on(self, model: Any, load_weights: LoadWeights, optional: Iterable[str]) -> None:
         wanted = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
-        filled = model.load_weights(iter(self))
+        filled = load_weights(iter(self))
         missing = sorted(wanted - filled) if isinstance(filled, set) else []
         if missing := [name for name in missing if not any(fnmatchcase(name, glob) for glob in optional)]:
             message = f"load_weights does not fill {', '.join(missing[:5])}"
