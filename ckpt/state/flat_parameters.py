@@ -260,7 +260,7 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
         raise StateError(f"this engine of DeepSpeed cannot be part of a state: {problem}", where=path, hint=hint)
     if module not in _engines:
         warn_if_untried("deepspeed", TRIED)
-        _engines[module] = ref(engine)
+    _engines[module] = ref(engine)  # the one of this state: it may have had another before
     return module  # type: ignore[no-any-return]
 
 

@@ -3,6 +3,7 @@ name, never by index, and parameter groups as options of named parameters. And t
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -250,6 +251,17 @@ def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
     if partitioned or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
         what = "the parameter is one of DeepSpeed's ZeRO, which keeps the values in partitions of its own"
         raise StateError(what, where=f"tensor {name}", hint=_HINT)
+    if tensor.shape == (0,) and "deepspeed.runtime.zero.partition_parameters" in sys.modules and _is_left_of_zero(tensor):
+        raise StateError("the tensor is what DeepSpeed's ZeRO-3 leaves of a parameter between steps: it is empty", where=f"tensor {name}", hint=_HINT)
+
+
+def _is_left_of_zero(tensor: torch.Tensor) -> bool:
+    """Whether it is empty memory of a partitioned parameter, as in ``module.state_dict()``: a plain tensor, which only its storage tells."""
+    storage = tensor.untyped_storage()._cdata
+    return any(
+        issubclass(type(other), lazy.Parameter) and hasattr(other, "ds_shape") and other.untyped_storage()._cdata == storage
+        for other in gc.get_objects()
+    )
 
 
 def refuse_zero(value: object, path: str) -> None:

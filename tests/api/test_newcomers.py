@@ -219,7 +219,10 @@ def zero3_gathered() -> dict[str, Any]:
     return {"model": model}
 
 
+_alive = zero3()["model"]
+
 STATES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "state_dict() of stage 3": (lambda: {"w": _alive.state_dict()}, "tensor w.weight"),
     "stages 1 and 2": (zero12, "tensor model.weight"),
     "stage 3": (zero3, "tensor model.weight"),
     "stage 3, gathered": (zero3_gathered, "tensor model.weight"),
@@ -232,7 +235,8 @@ STATES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("case", STATES)
 def test_what_zero_trains_is_refused_everywhere(url: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    for name in ("deepspeed", "deepspeed.runtime.zero.partition_parameters"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     make, where = STATES[case]
     whole: dict[str, Any] = {"model": nn.Linear(3, 2)}
     ckpt.save(url, whole)
