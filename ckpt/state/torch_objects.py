@@ -3,7 +3,6 @@ name, never by index, and parameter groups as options of named parameters. And t
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -251,17 +250,16 @@ def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
     if partitioned or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
         what = "the parameter is one of DeepSpeed's ZeRO, which keeps the values in partitions of its own"
         raise StateError(what, where=f"tensor {name}", hint=_HINT)
-    if tensor.shape == (0,) and "deepspeed.runtime.zero.partition_parameters" in sys.modules and _is_left_of_zero(tensor):
-        raise StateError("the tensor is what DeepSpeed's ZeRO-3 leaves of a parameter between steps: it is empty", where=f"tensor {name}", hint=_HINT)
+    zero3 = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero3 is not None and zero3.Init.param_id and tensor.shape == (0,) and _is_shared_nothing(tensor):
+        what = "the empty tensor shares its memory: DeepSpeed's ZeRO-3 leaves that of a parameter between steps"
+        raise StateError(what, where=f"tensor {name}", hint=f"{_HINT}; store a clone() of it if it is empty indeed")
 
 
-def _is_left_of_zero(tensor: torch.Tensor) -> bool:
-    """Whether it is empty memory of a partitioned parameter, as in ``module.state_dict()``: a plain tensor, which only its storage tells."""
-    storage = tensor.untyped_storage()._cdata
-    return any(
-        issubclass(type(other), lazy.Parameter) and hasattr(other, "ds_shape") and other.untyped_storage()._cdata == storage
-        for other in gc.get_objects()
-    )
+def _is_shared_nothing(tensor: torch.Tensor) -> bool:
+    """Whether it shares a storage of no bytes with another tensor, as what ``state_dict()`` gives of a partitioned parameter."""
+    storage = tensor.untyped_storage()
+    return not storage.nbytes() and lazy.torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and that of ``storage``
 
 
 def refuse_zero(value: object, path: str) -> None:
