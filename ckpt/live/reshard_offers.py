@@ -15,7 +15,7 @@ import secrets
 import socket
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -39,7 +39,7 @@ from ckpt.net.shared_memory import machine
 from ckpt.plan import machines, tree
 from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.layout.partition import numbers_in, runs_of
-from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign, replicated_chunks
+from ckpt.plan.ownership import ChunkAssignment, assign, replicated_chunks
 from ckpt.plan.tables import Table, grouped, grouped_parts, join_tables, split_tables, tables_from_bytes, tables_to_bytes
 from ckpt.plan.values import join_values
 from ckpt.state.collect import collect
@@ -110,6 +110,25 @@ class Offered:
                 )
 
 
+@dataclass(frozen=True, eq=False)
+class OldTables:
+    """The tables of this rank's old state: what other ranks know too, and this rank's own. ``key``: what they were made of."""
+
+    key: tuple[object, ...]
+    shared: Table
+    own: Table
+
+    @cached_property
+    def parts(self) -> list[bytes]:
+        """Of ``shared``, as they are sent."""
+        return [part.to_bytes() for part in self.shared.parts()]
+
+    @cached_property
+    def assignments(self) -> Mapping[str, ChunkAssignment]:
+        """How the tensors of ``shared`` are cut where their replicas are compared."""
+        return assign(self.shared.tensors)
+
+
 @dataclass(eq=False)
 class ReshardCache:
     """What the last reshard of a group found: between the same layouts the next one joins no tables and makes no plan."""
@@ -120,22 +139,12 @@ class ReshardCache:
     """A digest of what ``catalog`` was made of: the tables of all ranks, or their digests."""
     catalog: LiveCatalog | None = None
     plans: PlanCache = field(default_factory=PlanCache)
-    tensors: tuple[TensorSpec, ...] = ()
-    assignments: Mapping[str, ChunkAssignment] = field(default_factory=dict)
-    """How ``tensors``, those of this rank that others know too, are cut where their replicas are compared."""
-
-    def replicas(self, tensors: tuple[TensorSpec, ...], local: Mapping[str, LocalTensor], rank: int) -> Replicas:
-        if self.tensors != tensors:
-            self.tensors, self.assignments = tensors, assign(tensors)
-        return Replicas(self.assignments, replicated_chunks(self.assignments, rank), local.__getitem__, rank)
+    old_tables: OldTables | None = None
 
 
 def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
     """Which ranks have what. Collective. ``options``: what all must have asked for alike."""
     ranks = call.group.ranks
-
-    def local() -> Row:
-        return {"old": has_old, "new": has_new, "machine": machine(), "options": options}
 
     def lead(rows: dict[int, Row]) -> Row:
         old = [rank for rank in ranks if rows[rank]["old"]]
@@ -151,7 +160,7 @@ def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
             "secret": secrets.token_hex(32),
         }
 
-    agreed: Row = call.map_reduce("meet", local, lead)
+    agreed: Row = call.map_reduce("meet", lambda: {"old": has_old, "new": has_new, "machine": machine(), "options": options}, lead)
     if call.group.tree is not None:
         call.group.tree.know_machines(agreed["machines"])
     return Meeting(
@@ -185,18 +194,24 @@ def offer(
             mine = collect(state, rank=rank, ranks=meeting.old, layout=layout, shards=cache.old_shards)
         table = mine.shard_table
         local.update(table.tensors)
-        settle_devices(table.devices, call.url)
-        shared, own = split_tables((t.info for t in table.tensors.values()), table.aliases, table.own)
+        if table.devices:
+            settle_devices(table.devices, call.url)
+        infos = tuple(t.info for t in table.tensors.values())
+        key = infos, dict(table.aliases), frozenset(table.own)
+        tables = cache.old_tables
+        if tables is None or tables.key != key:
+            tables = cache.old_tables = OldTables(key, *split_tables(infos, table.aliases, table.own))
         row: Row = {
-            "table": " ".join(call.share(part.to_bytes()) for part in shared.parts()),
+            "table": " ".join(map(call.share, tables.parts)),
             "state": call.share(tree.text(mine.state).encode()),
+            "known": cache.key,
         }
-        row["known"] = cache.key
         if mine.own or table.own:
-            row["own"] = call.share(own_blob(mine.own, own))
+            row["own"] = call.share(own_blob(mine.own, tables.own))
         if check_replicas and len(meeting.old) > 1:
             with job.span("hash"):
-                replicas = cache.replicas(shared.tensors, local, rank)
+                assignments = tables.assignments
+                replicas = Replicas(assignments, replicated_chunks(assignments, rank), local.__getitem__, rank)
                 replicas.hash(job.options.threads, call.heartbeat)
                 row["replicas"] = replicas.row(call)
         if server is not None:
@@ -235,19 +250,15 @@ def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[in
     }
     agreed = {"values": call.leave(json.dumps(values).encode())}
     parts = grouped_parts(offers)
-    key = _key(meeting.old, parts, own)
+    # A digest of all that a catalog is made of, but the values.
+    made_of = [meeting.old, [*parts.items()], [[place, row["table"]] for place, row in own.items()]]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(made_of).encode())
     if any(row["known"] != key for row in rows.values()):
         call.fetch_all(parts)
         tables = tables_to_bytes((ranks, call.fetch(digest)) for digest, ranks in parts.items())
         _join(call, meeting, cache, key, tables, own)
         agreed |= {"key": key, "tables": call.leave(tables)}
     return agreed
-
-
-def _key(old: Sequence[int], parts: Mapping[str, Sequence[int]], own: Mapping[int, Row]) -> str:
-    """A digest of all that a catalog is made of, but the values."""
-    made_of = [old, [*parts.items()], [[place, row["table"]] for place, row in own.items()]]
-    return xxhash.xxh3_128_hexdigest(json.dumps(made_of).encode())
 
 
 def _join(call: Call, meeting: Meeting, cache: ReshardCache, key: str, tables: bytes, own: Mapping[Any, Row]) -> None:

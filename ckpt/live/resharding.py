@@ -19,8 +19,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -181,7 +181,7 @@ def reshard(
         verify="full",
         timeout=settings.timeout(job.timeout),
         threads=settings.threads(job.threads) if job.threads is not None else _THREADS,
-        progress=callback_of(progress=progress, leads=base.rank == base.leader, title="reshard"),
+        progress=None if progress is None else callback_of(progress=progress, leads=base.rank == base.leader, title="reshard"),
         spans=Spans(on=settings.spans()),
     )
     views = views_of(names, convention, numbers)
@@ -190,54 +190,57 @@ def reshard(
     ranks = reshard_ranks(base)
     call = ranks.group.call("reshard", WHAT, options.timeout)
     load = LoadJob(call=call, options=options)
+    began = time.perf_counter()
     with gc_paused():
-        with _telling_whether_changed(load):
+        try:
             ranks.connect(call)
-        return _Reshard(load, ranks, views, asked).run(old_state, layout, new_state, check_replicas=check_replicas)
+            resharding = _Reshard(load, ranks, views, f"reshard {call.number}")
+            matched, meeting, traffic = resharding.run(old_state, layout, new_state, asked, check_replicas=check_replicas)
+        except MismatchError:
+            raise  # it says so
+        except CkptError as err:
+            partly = "the new state of this rank is now partly overwritten, the old one is as it was"
+            err.message += f"; {partly if load.begun else 'nothing in the new state was changed on this rank'}"
+            raise
+        call.drain()
+        return _report(matched, meeting, traffic, time.perf_counter() - began)
 
 
+@dataclass(eq=False)
 class _Reshard:
     """One rank's side of one reshard."""
 
-    def __init__(self, job: LoadJob, ranks: ReshardRanks, views: Views | None, asked: str) -> None:
-        self.job = job
-        self.call = job.call
-        self.ranks = ranks
-        self.group = ranks.group
-        self.cache = ranks.cache
-        self.views = views
-        self.asked = asked
-        self.version = f"reshard {job.call.number}"
-        self.served: dict[str, Holdings] = {}
-        """What the server gives, once the numbers of the tensors are known."""
+    job: LoadJob
+    ranks: ReshardRanks
+    views: Views | None
+    version: str
+    served: dict[str, Holdings] = field(default_factory=dict)
+    """What the server gives, once the numbers of the tensors are known."""
 
     def run(
-        self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None, *, check_replicas: bool
-    ) -> ReshardReport:
-        began = time.perf_counter()
-        with _telling_whether_changed(self.job):
-            meeting = meet(self.call, self.asked, has_old=bool(old), has_new=bool(new))
-            server = None
-            if old and self.group.size > 1:
-                try:
-                    server = PieceServer(self._holdings, meeting.secret, self.call.timeout, ports=self.ranks.ports())
-                except BaseException as err:  # the other ranks wait for what this one offers
-                    self.call.fail("offer", err)
-                    raise
+        self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None, asked: str, *, check_replicas: bool
+    ) -> tuple[Matched, Meeting, dict[int, Traffic]]:
+        call, ranks = self.job.call, self.ranks
+        meeting = meet(call, asked, has_old=bool(old), has_new=bool(new))
+        server = None
+        if old and ranks.group.size > 1:
             try:
-                offered = offer(self.job, meeting, old or {}, layout, server, self.cache, check_replicas=check_replicas)
-                numbers = offered.catalog.numbers
-                self.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
-                matched, plan = self.fit(offered, new or {})
-                setters, copied, pulled = self.move(matched, plan, offered)
-                sent = 0 if server is None else server.bytes_sent
-                row = [plan.transfers.needed, sent, copied, sum(pulled.received.values())]
-                traffic = self.set_values(matched, offered, setters, row)
-            finally:
-                if server is not None:
-                    server.close()
-        self.call.drain()
-        return self._report(matched, meeting, traffic, time.perf_counter() - began)
+                server = PieceServer(self._holdings, meeting.secret, call.timeout, ports=ranks.ports())
+            except BaseException as err:  # the other ranks wait for what this one offers
+                call.fail("offer", err)
+                raise
+        try:
+            offered = offer(self.job, meeting, old or {}, layout, server, ranks.cache, check_replicas=check_replicas)
+            numbers = offered.catalog.numbers
+            self.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
+            matched, plan = self.fit(offered, new or {})
+            setters, copied, pulled = self.move(matched, plan, offered)
+            sent = 0 if server is None else server.bytes_sent
+            row = [plan.transfers.needed, sent, copied, sum(pulled.received.values())]
+            return matched, meeting, self.set_values(matched, offered, setters, row)
+        finally:
+            if server is not None:
+                server.close()
 
     def _holdings(self, version: str) -> Holdings:
         if version not in self.served:
@@ -249,6 +252,7 @@ class _Reshard:
     def fit(self, offered: Offered, state: Mapping[str, Any]) -> tuple[Matched, FillPlan]:
         """The old state fits the new ones of all ranks. A rank that leaves has nothing to fill."""
         meeting, catalog, options = offered.meeting, offered.catalog, self.job.options
+        call, rank, cache = self.job.call, self.ranks.group.rank, self.ranks.cache
         plans: list[FillPlan] = []
 
         def beside(binding: Binding) -> Row:
@@ -256,10 +260,10 @@ class _Reshard:
                 plan = plan_filling(
                     binding.targets.values(),
                     catalog,
-                    rank=self.group.rank,
+                    rank=rank,
                     near=meeting.near,
-                    cache=self.cache.plans,
-                    source=self.cache.key,
+                    cache=cache.plans,
+                    source=cache.key,
                 )
             binding.misfits += shared_memory(offered.local.values(), plan.targets)
             plans.append(plan)
@@ -271,28 +275,28 @@ class _Reshard:
             takers = {rank: rows[rank] for rank in meeting.new}
             if not takers:
                 return {"missing": [], "unexpected": []}
-            return verdict_of(self.call, catalog, takers, options.selection, strict=options.strict)
+            return verdict_of(call, catalog, takers, options.selection, strict=options.strict)
 
-        with self.call.phase("fit"), worded(stored=WHAT, state="the new state", layout="new_layout="):
+        with call.phase("fit"), worded(stored=WHAT, state="the new state", layout="new_layout="):
             if self.views is not None:
                 catalog = in_other_names(catalog, self.views, strict=options.strict)
-            if options.layout is not None and self.group.rank in meeting.new:
+            if options.layout is not None and rank in meeting.new:
                 check_layout(options.layout, meeting.new)
-            matched = match(self.job, catalog, state, self.cache.new_shards, ranks=meeting.new, beside=beside, decide=decide)
+            matched = match(self.job, catalog, state, cache.new_shards, ranks=meeting.new, beside=beside, decide=decide)
         return matched, plans[0]
 
     # ---- move: every tensor gets its bytes
 
     def move(self, matched: Matched, plan: FillPlan, offered: Offered) -> tuple[Sequence[Callable[[], None]], int, Pulled]:
         """Gives what sets the values of the new state, and what was copied within this rank and pulled from others."""
-        options = self.job.options
+        call, options = self.job.call, self.job.options
         pull = PiecePull(
             version=self.version,
-            rank=self.group.rank,
+            rank=self.ranks.group.rank,
             secret=offered.meeting.secret,
-            timeout=self.call.timeout,
+            timeout=call.timeout,
             threads=options.threads,
-            alive=self.call.check_failures,
+            alive=call.check_failures,
             spans=options.spans,
         )
         filling = Filling(plan)
@@ -301,11 +305,11 @@ class _Reshard:
         def run() -> None:
             nonlocal pulled
             with self.job.span("copy", sum(box.numel * filling.plan.targets[n][1].dtype.itemsize for n, box in plan.transfers.own)):
-                filling.copy_own(offered.local, self.call.heartbeat)
+                filling.copy_own(offered.local, call.heartbeat)
             try:
                 pulled = pull.run(plan.transfers, offered.holders, filling.place)
             except RankFailedError:
-                self.call.check_failures(at_once=True)  # a holder that goes because another rank failed is not the cause
+                call.check_failures(at_once=True)  # a holder that goes because another rank failed is not the cause
                 raise
 
         def transfer(devices: Collection[torch.device]) -> ByteTransfer:
@@ -313,57 +317,44 @@ class _Reshard:
                 filling.plan = plan.with_memory()
             return ByteTransfer(padding=filling.plan.padding, run=run, counts=lambda: (filling.placed, plan.transfers.needed))
 
-        with self.call.phase("move"):
+        with call.phase("move"):
             setters = accept(matched)
             fill(matched, transfer)
-            self.job.call.agree({}, nothing)
+            call.agree({}, nothing)
         return setters, filling.copied, pulled
 
     # ---- set: the values of the state, when every tensor of every rank is right
 
     def set_values(self, matched: Matched, offered: Offered, setters: Sequence[Callable[[], None]], row: list[int]) -> dict[int, Traffic]:
         """``row`` is this rank's traffic."""
-        with self.call.phase("set"):
+        call, rank = self.job.call, self.ranks.group.rank
+        with call.phase("set"):
             offered.check_unchanged(local for local, _ in matched.binding.targets.values())
             set_all(setters, WHAT)
-            by_rank = {self.group.rank: row}
-            if self.call.is_leader:
-                by_rank = self.call.lead({"bytes": row}, _collect_traffic, nothing)
+            by_rank = {rank: row}
+            if call.is_leader:
+                by_rank = call.lead({"bytes": row}, lambda rows: {r: row["bytes"] for r, row in rows.items()}, nothing)
             else:
-                self.call.follow({"bytes": row})
+                call.follow({"bytes": row})
         return {rank: Traffic(needed=n, sent=s, copied=c, received=r) for rank, (n, s, c, r) in by_rank.items()}
 
-    def _report(self, matched: Matched, meeting: Meeting, traffic: dict[int, Traffic], seconds: float) -> ReshardReport:
-        mine, total = traffic[self.group.rank], sum(t.needed for t in traffic.values())
-        if self.call.is_leader:
-            log.info("resharded %d bytes from %d to %d ranks in %.2f s", total, len(meeting.old), len(meeting.new), seconds)
-        return ReshardReport(
-            tensors=len(matched.binding.targets),
-            missing=tuple(matched.verdict["missing"]),
-            unexpected=tuple(matched.verdict["unexpected"]),
-            renamed=matched.renamed,
-            cast=tuple(matched.binding.cast),
-            bytes_needed=mine.needed,
-            bytes_sent=mine.sent,
-            bytes_copied=mine.copied,
-            bytes_received=mine.received,
-            seconds=seconds,
-            ranks=traffic,
-            spans=(self.job.options.spans or Spans(on=False)).table(),
-        )
 
-
-def _collect_traffic(rows: dict[int, Row]) -> dict[int, list[int]]:
-    return {rank: row["bytes"] for rank, row in rows.items()}
-
-
-@contextmanager
-def _telling_whether_changed(job: LoadJob) -> Iterator[None]:
-    try:
-        yield
-    except MismatchError:
-        raise  # it says so
-    except CkptError as err:
-        partly = "the new state of this rank is now partly overwritten, the old one is as it was"
-        err.message += f"; {partly if job.begun else 'nothing in the new state was changed on this rank'}"
-        raise
+def _report(matched: Matched, meeting: Meeting, traffic: dict[int, Traffic], seconds: float) -> ReshardReport:
+    call, options = matched.job.call, matched.job.options
+    mine, total = traffic[call.group.rank], sum(t.needed for t in traffic.values())
+    if call.is_leader:
+        log.info("resharded %d bytes from %d to %d ranks in %.2f s", total, len(meeting.old), len(meeting.new), seconds)
+    return ReshardReport(
+        tensors=len(matched.binding.targets),
+        missing=tuple(matched.verdict["missing"]),
+        unexpected=tuple(matched.verdict["unexpected"]),
+        renamed=matched.renamed,
+        cast=tuple(matched.binding.cast),
+        bytes_needed=mine.needed,
+        bytes_sent=mine.sent,
+        bytes_copied=mine.copied,
+        bytes_received=mine.received,
+        seconds=seconds,
+        ranks=traffic,
+        spans=(options.spans or Spans(on=False)).table(),
+    )

@@ -4,7 +4,7 @@ fence."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -141,7 +141,15 @@ def collect(
         if taker is not None:
             node, collected.idle, collected.trains = taker.labelled(node), taker.idle(), taker.trains
         collected.state = _rehomed(node, "", walk.renumbered)[0] if walk.renumbered else node
-    _check_memory(shard_table.tensors.values())
+    for tensor in shard_table.tensors.values():
+        for _, memory in tensor.parts:
+            if memory.is_meta or (not memory.untyped_storage().nbytes() and memory.numel() > 0):
+                raise StateError(
+                    "a tensor on the meta device, or one whose memory was freed, has no values to save",
+                    where=f"tensor {tensor.state_name}",
+                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it; if accelerate "
+                    "offloads the module, accelerate.hooks.remove_hook_from_submodules brings its values back",
+                )
     for name in shard_table.unproven & shard_table.tensors.keys():
         _check_complete(shard_table.tensors[name], rank)
     shard_table.shards.known.update(shard_table.anew)
@@ -170,19 +178,6 @@ def _may_repeat(node: Node) -> bool:
             at = key.find(".", at + 1)
     below = [n for n in node.values() if type(n) is list or (type(n) is dict and "$tensor" not in n)]
     return any(map(_may_repeat, below))
-
-
-def _check_memory(tensors: Iterable[LocalTensor]) -> None:
-    """Raise unless all that is to be saved has values."""
-    for tensor in tensors:
-        for part in tensor.parts:
-            if part.memory.is_meta or (not part.memory.untyped_storage().nbytes() and part.memory.numel() > 0):
-                raise StateError(
-                    "a tensor on the meta device, or one whose memory was freed, has no values to save",
-                    where=f"tensor {tensor.state_name}",
-                    hint="give it memory first: module.to_empty(device=...) and initialise it, or load a checkpoint into it; if accelerate "
-                    "offloads the module, accelerate.hooks.remove_hook_from_submodules brings its values back",
-                )
 
 
 def _check_complete(tensor: LocalTensor, rank: int) -> None:

@@ -118,7 +118,7 @@ class NativeCatalog(CatalogDefaults):
         for entry, number in wanted:
             grid = entry.grid
             if grid.single and grid is not last:  # neighbours often share a grid
-                file = grid.file(0)
+                file = int(grid.files[0])
                 last, path, chunks = grid, self.files[file].path, self.header(file).chunks
             name = entry.name if entry.alias is None else entry.alias
             stored = chunks.get(name) if grid is last and "]" not in name else None

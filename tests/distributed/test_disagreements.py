@@ -319,20 +319,20 @@ def writer_that_cannot_be_made(url: str, who: int, background: bool) -> tuple[st
     rank = dist.get_rank()
     ckpt.save(url, good())
 
-    def no_memory(*given: object) -> Any:
+    def no_memory(**given: object) -> Any:
         raise MemoryError("no memory for the writer")
 
-    original, began = save._make_writer, time.monotonic()
+    original, began = save.RankWriter, time.monotonic()
     try:
         if rank == who:
-            save._make_writer = no_memory
+            save.RankWriter = no_memory
         if background:
             ckpt.save_async(url, good() | {"step": 4}, job=ckpt.Job(timeout=300)).result()
         else:
             ckpt.save(url, good() | {"step": 4}, job=ckpt.Job(timeout=300))
     except Exception as err:  # noqa: BLE001  what the test looks at
         took = time.monotonic() - began
-        save._make_writer = original
+        save.RankWriter = original
         state = good() | {"step": 0}
         ckpt.load(url, state)
         return type(err).__name__, str(err), took, state["step"] == 3

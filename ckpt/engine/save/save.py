@@ -105,22 +105,18 @@ def save_state(url: str, state: object, group: Group, options: SaveOptions, fail
         wait_for_pending_save(group)  # which another thread has begun since the caller looked
         job = SaveJob.begin(group.call("save", url, options.timeout), options)
         try:
-            with gc_paused():  # until what the save needed is gone: else it would all be looked through once at the end
-                return _save_now(job, state)
+            # Paused until what the save needed is gone: else it would all be looked through once at the end.
+            with gc_paused(), job.noted():
+                with job.spans.span("agree"), job.call.phase("begin"):
+                    share = prepare(job, state)
+                    if devices := share.collected.shard_table.devices:
+                        settle_devices(devices, url)
+                    writer, leader = begin(job, share)
+                return write_and_commit(job, share, writer, leader).report
         except BaseException as err:
             if failed is not None:
                 failed(err, job.call.phase_name, time.perf_counter() - job.began)
             raise
-
-
-def _save_now(job: SaveJob, state: object) -> SaveReport:
-    with job.noted():
-        with job.spans.span("agree"), job.call.phase("begin"):
-            share = prepare(job, state)
-            if devices := share.collected.shard_table.devices:
-                settle_devices(devices, job.call.url)
-            writer, leader = begin(job, share)
-        return write_and_commit(job, share, writer, leader).report
 
 
 def write_and_commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | None) -> Committed:
@@ -239,7 +235,24 @@ def begin(job: SaveJob, share: RankShare) -> tuple[RankWriter, Leader | None]:
     if job.notes is not None:
         job.notes.id = decision["id"]
     job.meter.phase = WRITE
-    return _make_writer(job, share, decision["id"]), leader
+    kind = RankWriter if options.codec is None else partial(EncodedWriter, codec=options.codec)
+    writer = kind(
+        backend=backend,
+        plan=share.plan,
+        source=share.source,
+        id=decision["id"],
+        position=call.group.position,
+        threads=max(options.threads, backend.io_hints.concurrency),
+        beat=job.beat,
+        alive_while=call.alive_while,
+        spans=job.spans,
+        meter=job.meter,
+        stage=share.capture.stage if share.capture is not None else None,
+        fragments=share.fragments,
+    )
+    for extension in share.extensions:
+        extension.equip(writer)
+    return writer, leader
 
 
 def begin_row(job: SaveJob, share: RankShare) -> Row:
@@ -261,28 +274,6 @@ def begin_row(job: SaveJob, share: RankShare) -> Row:
         row["own"] = call.share(plan.own)
         row["values"] = call.leave(share.own_values)
     return row
-
-
-def _make_writer(job: SaveJob, share: RankShare, id: str) -> RankWriter:
-    group, codec = job.call.group, job.options.codec
-    kind = RankWriter if codec is None else partial(EncodedWriter, codec=codec)
-    writer = kind(
-        backend=share.backend,
-        plan=share.plan,
-        source=share.source,
-        id=id,
-        position=group.position,
-        threads=max(job.options.threads, share.backend.io_hints.concurrency),
-        beat=job.beat,
-        alive_while=job.call.alive_while,
-        spans=job.spans,
-        meter=job.meter,
-        stage=share.capture.stage if share.capture is not None else None,
-        fragments=share.fragments,
-    )
-    for extension in share.extensions:
-        extension.equip(writer)
-    return writer
 
 
 # ---- write: this rank's data files
