@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import distributed as dist
@@ -138,6 +139,8 @@ class Again(Engine):
         optimizer, scheduler = optimizers(self.engine.module)
         config = self.engine._config._param_dict
         self.engine = deepspeed.initialize(model=self.engine.module, optimizer=optimizer, config=config, lr_scheduler=scheduler)[0]
+        with pytest.raises(ckpt.errors.StateError, match="another engine trains the module now"):
+            ckpt.save("before", {"module": self.engine.module}, dry_run=True)
         self.state = {"engine": self.engine}
 
 
