@@ -302,8 +302,9 @@ def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
         to="hf",
         views=translated_views(str(tmp_path / "hf"), "llama", "megatron", numbers),
     )
+    translation = ckpt.Translation(names="llama", convention="megatron", numbers=numbers)
     config_json = str(tmp_path / "hf" / "config.json")
-    export(str(tmp_path / "a.safetensors"), llama, names="llama", convention="megatron", numbers=numbers, config=config_json)
+    export(str(tmp_path / "a.safetensors"), llama, translation=translation, config=config_json)
     assert load_file(tmp_path / "a.safetensors")["embedding.word_embeddings.weight"][50:].abs().sum() == 0
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "converted.safetensors").read_bytes()
 
