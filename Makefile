@@ -18,8 +18,8 @@ PYTHON_NEWEST ?= $(PYTHON)
 # what the versions of torch and of dependencies decide, without servers, command lines and long waits
 QUICK := tests/formats tests/golden tests/conformance tests/api tests/engine tests/io_backends tests/test_dtypes.py \
   tests/test_geometry.py tests/test_spans.py tests/test_tree.py tests/distributed/test_dtensors.py tests/distributed/test_round_trips.py
-# most tests of several ranks wait: for a deadline, for a disk; a few more workers than cores wait at the same time
-WORKERS ?= 4
+# most tests of several ranks wait for a deadline or for each other; more workers than cores wait at the same time
+WORKERS ?= 6
 
 .PHONY: venv demo test quick matrix oldest newest incidents dlio trainers coverage lint types format bench pictures site peers release-check clean s3-server machines
 .DEFAULT_GOAL := test

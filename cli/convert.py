@@ -35,7 +35,7 @@ from .output import URL, GroupedCommand, OneOf, Output, options, progress, style
 if TYPE_CHECKING:
     from ckpt.converters.convert import RepairReport
     from ckpt.converters.target import Argument
-    from ckpt.runs.rebuild import RebuildReport
+    from ckpt.formats.native.rebuild import RebuildReport
 
 
 _TARGETS = ("native", "hf", "torch", "dcp", "torch_dist", "megatron")
@@ -248,7 +248,7 @@ def rebuild(url: str, *, id: str | None, dry_run: bool, output: Output) -> None:
       ckpt rebuild runs/a/step-00001000
       ckpt verify runs/a/step-00001000
     """
-    from ckpt.runs.rebuild import rebuild_checkpoint
+    from ckpt.formats.native.rebuild import rebuild_checkpoint
 
     report = rebuild_checkpoint(url, id=id, dry_run=dry_run)
     if output.json:

@@ -84,8 +84,7 @@ def import_checkpoint(
         overwrite: replace a checkpoint that is at ``url``.
         progress: called with the bytes that were read so far and all bytes, with ``digest``.
     """
-    source, url = url_text(source), url_text(url)
-    began = time.monotonic()
+    source, url, began = url_text(source), url_text(url), time.monotonic()
     check_progress(progress)
     backend = open_backend(url)
     check_no_link(backend)
@@ -110,7 +109,6 @@ def import_checkpoint(
     backend.prepare()
     write_index(journal, contents, world_size=catalog.world_size, features=(VIRTUAL,), lost=_lost(catalog))
     journal.remove_replaced()
-    seconds = time.monotonic() - began
     return ImportReport(
         url=url,
         id=journal.id,
@@ -122,7 +120,7 @@ def import_checkpoint(
         digested=digest,
         values=not references.state.left_out,
         left_out=references.left_out,
-        seconds=seconds,
+        seconds=time.monotonic() - began,
     )
 
 

@@ -343,10 +343,7 @@ def extract(
             continue
         if not all(is_floating(o.catalog, o.tensors[name].view) for o in chosen):
             raise MismatchError(f"{name} differs, and its dtype {one.dtype} has no difference", where=tuned)
-        wide = torch.float64 if torch.float64 in (one.dtype, other.dtype) else torch.float32
-        difference = (other.to(wide) - one.to(wide)).float()
-        if not bool(torch.isfinite(difference).all()):
-            raise MismatchError(f"{name} has elements that are NaN or infinite, or overflow float32", where=f"{base} and {tuned}")
+        difference = _difference(name, one, other, f"{base} and {tuned}")
         if not bool(difference.any()):  # the same values, in another dtype or with another sign of zero
             continue
         if difference.ndim != 2 or not name.endswith(".weight") or _WHOLE.search(name):
@@ -354,26 +351,32 @@ def extract(
             tensors[PREFIX + name] = other
             continue
         module, kept = name.removesuffix(".weight"), min(rank, *difference.shape)
-        u, s, vt = torch.linalg.svd(difference, full_matrices=False)
-        roots = s[:kept].sqrt()
-        b, a = (u[:, :kept] * roots).contiguous(), (roots[:, None] * vt[:kept]).contiguous()
+        a, b = _factors(difference, kept)
         tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = a, b
         ranks[module] = kept
-        size, error = difference.double().square().sum().item(), (difference - b @ a).double().square().sum().item()
-        errors[name], lost, total = math.sqrt(error / size), lost + error, total + size
+        size, missed = difference.double().square().sum().item(), (difference - b @ a).double().square().sum().item()
+        errors[name], lost, total = math.sqrt(missed / size), lost + missed, total + size
     if not tensors:
         raise MismatchError("the two checkpoints have the same tensors, so there is nothing to extract", where=tuned)
     nbytes = _write(url, tensors, _config(ranks, rank, whole))
-    return ExtractReport(
-        base=base,
-        tuned=tuned,
-        url=url,
-        rank=rank,
-        errors=errors,
-        error=math.sqrt(lost / total) if total else 0.0,
-        whole=tuple(whole),
-        bytes=nbytes,
-    )
+    error = math.sqrt(lost / total) if total else 0.0
+    return ExtractReport(base=base, tuned=tuned, url=url, rank=rank, errors=errors, error=error, whole=tuple(whole), bytes=nbytes)
+
+
+def _difference(name: str, one: torch.Tensor, other: torch.Tensor, where: str) -> torch.Tensor:
+    """What ``other`` has more, in float32."""
+    wide = torch.float64 if torch.float64 in (one.dtype, other.dtype) else torch.float32
+    difference = (other.to(wide) - one.to(wide)).float()
+    if not bool(torch.isfinite(difference).all()):
+        raise MismatchError(f"{name} has elements that are NaN or infinite, or overflow float32", where=where)
+    return difference
+
+
+def _factors(difference: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A and B, whose product B A is the nearest matrix of this rank."""
+    u, s, vt = torch.linalg.svd(difference, full_matrices=False)
+    roots = s[:rank].sqrt()
+    return (roots[:, None] * vt[:rank]).contiguous(), (u[:, :rank] * roots).contiguous()
 
 
 def _check_fit(one: OutputSet, other: OutputSet, urls: tuple[str, str]) -> None:

@@ -297,19 +297,8 @@ def merge(
         MismatchError: an element is NaN or infinite, or tensors that cannot be averaged differ. Nothing is left at ``url``.
         Others as for ``convert``.
     """
-    if isinstance(sources, str | os.PathLike):
-        raise UsageError(f"sources is one URL, {url_text(sources)!r}", hint="give a list; `ckpt merge --last N` takes the newest of a run")
     check_flags(any_sum=any_sum, allow_nan=allow_nan)
-    began, url, urls = time.monotonic(), url_text(url), tuple(url_text(source) for source in sources)
-    if len(urls) < 2:
-        raise UsageError(
-            f"an average is of at least two checkpoints, not {len(urls)}",
-            hint="name more, or --last N for the newest of a run; `ckpt convert` writes a single one",
-        )
-    if not isinstance(values_from, int) or not 0 <= values_from < len(urls):
-        raise UsageError(f"values_from={values_from!r}, of {len(urls)}", hint="count from 0")
-    if schedule is not None:
-        _check_order(urls)
+    began, url, urls = time.monotonic(), url_text(url), _checked_sources(sources, values_from, ordered=schedule is not None)
     shares = checked_weights(weights, schedule, len(urls), any_sum=any_sum)
     options.setdefault("optimizer", False)
     asked, format = ConvertOptions(**options), target(to)
@@ -328,6 +317,26 @@ def merge(
     return MergeReport(sources=urls, weights=shares, values_from=urls[values_from], written=written, **counts)
 
 
+def _checked_sources(sources: Sequence[str | os.PathLike[str]], values_from: int, *, ordered: bool) -> tuple[str, ...]:
+    """The URLs of the sources, which have to be several, the oldest first if they are ``ordered``."""
+    if isinstance(sources, str | os.PathLike):
+        raise UsageError(f"sources is one URL, {url_text(sources)!r}", hint="give a list; `ckpt merge --last N` takes the newest of a run")
+    urls = tuple(url_text(source) for source in sources)
+    if len(urls) < 2:
+        raise UsageError(
+            f"an average is of at least two checkpoints, not {len(urls)}",
+            hint="name more, or --last N for the newest of a run; `ckpt convert` writes a single one",
+        )
+    if not isinstance(values_from, int) or not 0 <= values_from < len(urls):
+        raise UsageError(f"values_from={values_from!r}, of {len(urls)}", hint="count from 0")
+    # Names of sources may say that a later one is older.
+    steps = [(step_number(url.rstrip("/").rpartition("/")[2]), url) for url in urls]
+    for (earlier, first), (later, second) in pairwise((number, url) for number, url in steps if number is not None):
+        if ordered and later <= earlier:
+            raise UsageError(f"{second} comes after {first}, and is not newer", hint="a schedule takes the oldest checkpoint first")
+    return urls
+
+
 def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
     """URLs of the newest ``count`` committed checkpoints of a run, the oldest first, without those that it has abandoned."""
     steps = [step for step in list_steps(run_url) if step.committed and step.abandoned is None]
@@ -338,15 +347,6 @@ def last_steps(run_url: str | os.PathLike[str], count: int) -> tuple[str, ...]:
         there = f"there {'is' if len(steps) == 1 else 'are'} {units.plural(len(steps), 'committed checkpoint')}"
         raise NotFoundError(f"{there}, not the {count} of --last", where=url_text(run_url), hint=hint)
     return tuple(step.url for step in steps[-count:])
-
-
-def _check_order(urls: Sequence[str]) -> None:
-    """Raise UsageError if the names of the sources say that a later one is older."""
-    steps = [(step_number(url.rstrip("/").rpartition("/")[2]), url) for url in urls]
-    known = [(number, url) for number, url in steps if number is not None]
-    for (earlier, first), (later, second) in pairwise(known):
-        if later <= earlier:
-            raise UsageError(f"{second} comes after {first}, and is not newer", hint="a schedule takes the oldest checkpoint first")
 
 
 def merged(

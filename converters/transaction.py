@@ -23,8 +23,7 @@ from ckpt.formats.native.commit import RECORD_LIMIT
 from ckpt.formats.native.writer import WriteJournal, publish
 from ckpt.formats.registry import ExportRecord, find_format, record_path
 from ckpt.formats.safetensors import FORMAT_NAME, INDEX_SUFFIX, SUFFIX
-from ckpt.io_backends.checks import SharedObject
-from ckpt.io_backends.protocol import Backend, Writer
+from ckpt.io_backends.protocol import Backend, SharedObject, Writer
 from ckpt.io_backends.writer_base import left_behind, remove_left
 
 from .target import OutputFile

@@ -409,11 +409,7 @@ def _open_anchor(url: str) -> tuple[ExternalCatalog, str]:
         anchor = read_checked(backend, "", partial(open_safetensors, backend), faults=(CorruptError, FormatError))
     except CkptError as err:
         raise FormatError(f"this is no export that a delta can follow: {err.message}", where=url, hint="export a full anchor") from err
-    return anchor, _fingerprint(anchor)
-
-
-def _fingerprint(anchor: ExternalCatalog) -> str:
-    """What tells an anchor from others of the same shapes: names, dtypes, shapes and places of all tensors, and samples of the bytes."""
+    # What tells an anchor from others of the same shapes: names, dtypes, shapes and places of all tensors, and samples of the bytes
     entries = [e for e in anchor.tensors.values() if e.nbytes]
     extents = anchor.extents_of([(e, n) for e in entries for n in range(len(e.grid))])
     digest = xxhash.xxh3_128(json.dumps([[e.name, e.dtype.name, list(e.shape)] for e in anchor.tensors.values()]).encode())
@@ -426,7 +422,7 @@ def _fingerprint(anchor: ExternalCatalog) -> str:
             anchor.backend, [Range(extents[i].path, extents[i].offset + within, min(_SAMPLE, extents[i].length - within))]
         )
         digest.update(data)
-    return digest.hexdigest()
+    return anchor, digest.hexdigest()
 
 
 def _tensors(anchor: ExternalCatalog, url: str) -> tuple[DeltaTensor, ...]:

@@ -6,12 +6,13 @@ Layout: all records lie in one directory: ``data.pkl`` the pickle, ``data/<key>`
 
 from __future__ import annotations
 
+import io
 import struct
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from ckpt import settings
 from ckpt.errors import CorruptError, FormatError
@@ -88,9 +89,8 @@ class FileRange:
 # What is read, and what each record is compared with:
 #
 #     |header a|data a|header b|data b| ... |directory: a, b, ...|zip64 end|end|
-#      ^ offset from the directory           ^ from the end record          ^ searched from the back
+#      ^ offset from the directory           ^ read by ``zipfile``
 #
-# * The directory must lie in the file and have as many entries as the end record says.
 # * Sorted by place, each record must end before the next one, or the directory, begins: two entries for one place, or one that reaches
 #   into another, are how a small archive unfolds to a large one.
 # * A local header must have the directory's name, and its data must end exactly where the next record begins. Only that shows a changed
@@ -98,15 +98,10 @@ class FileRange:
 
 
 _STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
-_END = struct.Struct("<4s4H2LH")
-_END64_AT = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 LOCAL_SIZE = _LOCAL.size
 _DESCRIPTOR, _DESCRIPTOR64 = 16, 24
-_MAX_COMMENT = 0xFFFF
-_FULL, _FULL16 = 0xFFFFFFFF, 0xFFFF
+_FULL = 0xFFFFFFFF
 
 
 class ZipRecord(NamedTuple):
@@ -120,103 +115,61 @@ class ZipRecord(NamedTuple):
     crc: int
 
 
+class _Seekable(io.RawIOBase):
+    """A range as ``zipfile`` reads it: its end first."""
+
+    def __init__(self, window: FileRange) -> None:
+        self._window = window
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        self._at = offset + (0, self._at, self._window.size)[whence]
+        if self._at < 0:
+            raise OSError("it is too short")
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        left = max(self._window.size - self._at, 0)
+        count = left if size is None or size < 0 else min(size, left)
+        if count > settings.FOREIGN_TABLE:
+            raise OSError(f"a directory of {count:,} bytes")
+        self._at += count
+        return self._window.read(self._at - count, count)
+
+
 def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     """Read and check the central directory: all records by name. Positions count from the start of the window."""
     tail_at = max(window.size - window.tail, 0)
-    tail = window.read(tail_at, window.size - tail_at)
-    at = tail.rfind(b"PK\5\6")
-    if at < 0 and tail_at:
-        tail_at = max(window.size - _MAX_COMMENT - _END.size, 0)
-        tail = window.read(tail_at, window.size - tail_at)
-        at = tail.rfind(b"PK\5\6")
-    if at < 0 or at + _END.size > len(tail):
-        _damaged(window, "no end of its directory: it was cut off, or is no zip archive")
-    count, size, offset, end = _extent(window, tail[at:], tail_at + at)
-    if size > settings.FOREIGN_TABLE or offset + size > end or count * _ENTRY.size > size:
-        _damaged(window, f"a directory of {count:,} records in {size:,} bytes from {offset:,} on")
-    data = tail[offset - tail_at : offset - tail_at + size] if offset >= tail_at else window.read(offset, size)
-    return _records(window, data, count, offset)
-
-
-def _extent(window: FileRange, tail: bytes, at: int) -> tuple[int, int, int, int]:
-    """Number of records, size and position of the directory, and where it must have ended."""
-    _, disk, disk_of, here, count, size, offset, _ = _END.unpack_from(tail)
-    if count != _FULL16 and _FULL not in (size, offset):
-        _whole(window, disk, disk_of, here, count)
-        return count, size, offset, at
-    if at < _END64_AT.size:
-        _damaged(window, "a directory whose size is not said")
-    magic, _, end_at, _ = _END64_AT.unpack(window.read(at - _END64_AT.size, _END64_AT.size))
-    if magic != b"PK\6\7":
-        _damaged(window, "a directory whose size is not said")
-    magic, _, _, _, disk, disk_of, here, count, size, offset = _END64.unpack(window.read(end_at, _END64.size))
-    if magic != b"PK\6\6":
-        _damaged(window, "a directory whose size is not said")
-    _whole(window, disk, disk_of, here, count)
-    return count, size, offset, end_at
-
-
-def _whole(window: FileRange, disk: int, disk_of: int, here: int, count: int) -> None:
-    if disk or disk_of or here != count:
-        raise FormatError("the archive is one of several parts", where=window.where, hint="`torch.save` writes whole archives")
-
-
-def _records(window: FileRange, data: bytes, count: int, end: int) -> dict[str, ZipRecord]:
-    records: list[ZipRecord] = []
-    at = 0
-    for _ in range(count):
-        if at + _ENTRY.size > len(data):
-            _damaged(window, "a directory that ends too early")
-        magic, _, _, flags, method, _, _, crc, packed, size, name_len, extra_len, note_len, *_, header = _ENTRY.unpack_from(data, at)
-        stop = at + _ENTRY.size + name_len + extra_len + note_len
-        if magic != b"PK\1\2" or stop > len(data):
-            _damaged(window, "a directory that is not one")
-        raw = data[at + _ENTRY.size : at + _ENTRY.size + name_len]
-        try:
-            name = raw.decode()
-        except UnicodeDecodeError:
-            _damaged(window, f"a record called {raw[:40]!r}")
-        if path_problem(name) is not None:
-            _damaged(window, f"a record called {name[:80]!r}")
-        extra = data[at + _ENTRY.size + name_len : stop - note_len]
-        size, packed, header = _long_sizes(window, extra, size, packed, header)
-        if method or flags & 0x41 or size != packed:
-            how = "encrypted" if flags & 0x41 else "compressed"
-            raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
-        records.append(ZipRecord(name, header, size, 0, crc))
-        at = stop
-    return _checked(window, records, end)
-
-
-def _long_sizes(window: FileRange, extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The zip64 extra field has those numbers, in this order, that do not fit 32 bits."""
-    if _FULL not in (size, packed, header):
-        return size, packed, header
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            numbers = iter(struct.unpack_from(f"<{length // 8}Q", extra[: at + 4 + length], at + 4))
-            sizes = [next(numbers, -1) if n == _FULL else n for n in (size, packed, header)]
-            size, packed, header = sizes
-        at += 4 + length
-    if min(size, packed, header) < 0 or _FULL in (size, packed, header):
-        _damaged(window, "a record whose size is not said")
-    return size, packed, header
-
-
-def _checked(window: FileRange, listed: list[ZipRecord], end: int) -> dict[str, ZipRecord]:
-    """Each record has to end before the next one, or the directory at ``end``, begins."""
-    listed.sort(key=lambda r: r.header)
-    limits = [*(after.header for _, after in pairwise(listed)), end]
+    window.preload([(tail_at, window.read(tail_at, window.size - tail_at))])
+    try:
+        archive = ZipFile(_Seekable(window))
+        listed = [_record(window, info) for info in sorted(archive.infolist(), key=lambda info: info.header_offset)]
+    except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as err:
+        _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is no zip archive", err)
+    limits = [*(after.header for after in listed[1:]), archive.start_dir]
     records: dict[str, ZipRecord] = {}
     for record, limit in zip(listed, limits, strict=True):
         if record.name in records:
             _damaged(window, f"two records called {record.name!r}")
-        if record.header + LOCAL_SIZE + len(record.name.encode()) + record.size > limit:
+        if record.header < 0 or record.header + header_length(record) + record.size > limit:
             _damaged(window, f"a record {record.name!r} of {record.size:,} bytes that reaches into what comes after it")
         records[record.name] = record._replace(limit=limit)
     return records
+
+
+def _record(window: FileRange, info: ZipInfo) -> ZipRecord:
+    name = info.orig_filename if info.flag_bits & 0x800 else info.orig_filename.encode("cp437").decode()
+    if path_problem(name) is not None:
+        _damaged(window, f"a record called {name[:80]!r}")
+    if info.volume:
+        raise FormatError("the archive is one of several parts", where=window.where, hint="`torch.save` writes whole archives")
+    if info.compress_type or info.flag_bits & 0x41 or info.file_size != info.compress_size:
+        how = "encrypted" if info.flag_bits & 0x41 else "compressed"
+        raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
+    return ZipRecord(name, info.header_offset, info.file_size, 0, info.CRC)
 
 
 def header_length(record: ZipRecord) -> int:
@@ -249,8 +202,8 @@ def _ends(record: ZipRecord, start: int, *, described: bool) -> bool:
     return gap == _DESCRIPTOR or (gap == _DESCRIPTOR64 and max(record.size, record.header) >= _FULL)
 
 
-def _damaged(window: FileRange, what: str) -> NoReturn:
-    raise CorruptError(f"the archive has {what}", where=window.where, hint="the file is damaged or was cut off: get it again")
+def _damaged(window: FileRange, what: str, cause: BaseException | None = None) -> NoReturn:
+    raise CorruptError(f"the archive has {what}", where=window.where, hint="the file is damaged or was cut off: get it again") from cause
 
 
 def names_below(records: Iterable[str]) -> str | None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from ckpt.errors import CkptError, NoSpaceError, NotFoundError, StorageError
 
@@ -20,6 +20,7 @@ from .checks import byte_views
 from .protocol import Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
 
 _T = TypeVar("_T")
+_M = TypeVar("_M", bound=Callable[..., Any])
 
 
 class SimulatedCrash(BaseException):
@@ -149,6 +150,17 @@ def _failure(fault: Fault, what: str) -> BaseException:
     return error
 
 
+def _operation(method: _M) -> _M:
+    """A method of a FaultyBackend: an operation that is named as the method is, with its first argument."""
+    name: str = method.__name__
+
+    def operation(self: FaultyBackend, *args: Any, **more: Any) -> Any:
+        what = " ".join([name, *(str(each) for each in [*args, *more.values()][:1])])
+        return self.process.operate(what, lambda: getattr(self._inner, name)(*args, **more))
+
+    return cast(_M, operation)
+
+
 class FaultyBackend(Backend):
     """``inner`` with a fault. Backends given the same ``process`` crash together and count together."""
 
@@ -169,20 +181,20 @@ class FaultyBackend(Backend):
     def io_hints(self) -> IOHints:
         return self._inner.io_hints
 
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        return self.process.operate(f"read {path}", lambda: self._inner.read(path, offset, length))
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        self.process.operate(f"read_into {path}", lambda: self._inner.read_into(path, offset, buffer))
+    read = _operation(Backend.read)
+    read_into = _operation(Backend.read_into)
+    copy_source = _operation(Backend.copy_source)
+    size = _operation(Backend.size)
+    list_dir = _operation(Backend.list_dir)
+    put_if = _operation(Backend.put_if)
+    delete = _operation(Backend.delete)
+    prepare = _operation(Backend.prepare)
+    now = _operation(Backend.now)
+    modified = _operation(Backend.modified)
+    pending_uploads = _operation(Backend.pending_uploads)
 
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         self._inner.evict(path, offset, length)
-
-    def copy_source(self, path: str) -> CopySource | None:
-        return self.process.operate(f"copy_source {path}", lambda: self._inner.copy_source(path))
-
-    def size(self, path: str) -> int:
-        return self.process.operate(f"size {path}", lambda: self._inner.size(path))
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         return self.process.operate(f"list_prefix {prefix}", lambda: self._listed(self._inner.list_prefix(prefix)))
@@ -192,39 +204,18 @@ class FaultyBackend(Backend):
             self.process.check_alive()
             yield entry
 
-    def list_dir(self, prefix: str = "") -> list[str]:
-        return self.process.operate(f"list_dir {prefix}", lambda: self._inner.list_dir(prefix))
-
     def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str] | None:
         return self.process.operate(f"version_tokens {name}", lambda: self._inner.version_tokens(directories, name, skip=skip))
 
     def create(self, path: str, size: int) -> Writer:
         return self.process.operate(f"create {path}", lambda: FaultyWriter(self._inner, path, size, self.process))
 
-    def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
-        self.process.operate(f"put_if {path}", lambda: self._inner.put_if(path, data, expected=expected))
-
-    def delete(self, path: str) -> None:
-        self.process.operate(f"delete {path}", lambda: self._inner.delete(path))
-
     def delete_many(self, paths: Collection[str]) -> None:
         for path in paths:  # one after another, each an operation: the seed decides all
             self.delete(path)
 
-    def prepare(self) -> None:
-        self.process.operate("prepare", self._inner.prepare)
-
     def link(self, path: str = "") -> str | None:
         return self._inner.link(path)
-
-    def now(self) -> float | None:
-        return self.process.operate("now", self._inner.now)
-
-    def modified(self, path: str) -> float | None:
-        return self.process.operate(f"modified {path}", lambda: self._inner.modified(path))
-
-    def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
-        return self.process.operate(f"pending_uploads {prefix}", lambda: self._inner.pending_uploads(prefix))
 
     def abort_upload(self, upload: PendingUpload) -> None:
         self.process.operate(f"abort_upload {upload.path}", lambda: self._inner.abort_upload(upload))

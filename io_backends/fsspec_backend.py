@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,8 +27,10 @@ from ckpt.errors import CkptError, NotFoundError, StorageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, put_conflict, too_large
 from .fsspec_errors import mapped, only_if_absent
-from .fsspec_filesystem import DIRECTORIES, STRICT_RMDIR, TRIES, FsspecPlace, GatheringWriter
+from .fsspec_filesystem import DIRECTORIES, IN_MEMORY, STRICT_RMDIR, TRIES, FsspecPlace
+from .posix_files import storage_errors
 from .protocol import Backend, IOHints, ObjectMeta, Writer
+from .writer_base import GatheringWriter
 
 _PAUSE = 0.03
 """Seconds, growing with each try."""
@@ -219,7 +222,9 @@ class FsspecBackend(Backend):
             if arrived != size:
                 raise StorageError(f"{size} bytes were sent, but the object has {arrived}", where=where, hint="save again")
 
-        return GatheringWriter(where=where, size=size, send=send, remove=lambda: self.delete(path))
+        with storage_errors(tempfile.gettempdir(), "make a temporary file"):
+            file = tempfile.NamedTemporaryFile(prefix="ckpt-") if size > IN_MEMORY else None  # noqa: SIM115  the Writer closes it
+        return GatheringWriter(where=where, size=size, send=send, remove=lambda: self.delete(path), file=file)
 
     def _exists(self, path: str) -> bool:
         try:

@@ -15,7 +15,7 @@ from ckpt.errors import NotFoundError, StorageError, UsageError
 
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, put_conflict
 from .protocol import Backend, IOHints, ObjectMeta, Writer
-from .writer_base import WriterBase
+from .writer_base import WriterBase, fill
 
 
 class _Store:
@@ -109,12 +109,6 @@ class InProcessBackend(Backend):
             ]
         return iter(sorted(entries))
 
-    def list_dir(self, prefix: str = "") -> list[str]:
-        directory = check_prefix(prefix).removesuffix("/")
-        start = f"{directory}/" if directory else ""
-        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
-        return sorted({name + slash for name, slash, _ in heads})
-
     def create(self, path: str, size: int) -> Writer:
         """See ``Backend.create``. Two callers at once: one gets ConflictError."""
         key = self._key(path)
@@ -155,10 +149,7 @@ class InProcessWriter(WriterBase):
         self._content = content
 
     def _put(self, offset: int, views: list[memoryview]) -> None:
-        target = memoryview(self._content)
-        for view in views:
-            target[offset : offset + view.nbytes] = view
-            offset += view.nbytes
+        fill(memoryview(self._content), offset, views)
 
     def _make_durable(self) -> None:
         with self._store.lock:

@@ -20,24 +20,8 @@ from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.settings import direct
 
+from . import posix_files as files
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, too_large
-from .posix_files import (
-    SLICE,
-    clock,
-    create_file,
-    current,
-    delete_below,
-    make_directories,
-    open_regular,
-    prune_empty,
-    put_if,
-    read_all,
-    regular_size,
-    remove_file,
-    storage_errors,
-    sync_directories,
-    write_all,
-)
 from .posix_writer import ClonedFile, PosixSharedObject, PosixWriter
 from .protocol import Backend, CopySource, IOHints, ObjectMeta, Writer
 
@@ -83,14 +67,14 @@ class PosixBackend(Backend):
         file = self._file(path)
 
         def opened() -> _T:
-            fd = open_regular(file)
+            fd = files.open_regular(file)
             try:
                 return read(file, fd, os.fstat(fd).st_size)
             finally:
                 os.close(fd)
 
-        with storage_errors(file, "read", reading=True):
-            return current(opened)
+        with files.storage_errors(file, "read", reading=True):
+            return files.current(opened)
 
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         check_read(offset, length)
@@ -109,7 +93,7 @@ class PosixBackend(Backend):
         view = byte_view(buffer, writable=True)
 
         def read(file: str, fd: int, size: int) -> None:
-            if offset + view.nbytes > size or read_all(fd, view, offset) < view.nbytes:
+            if offset + view.nbytes > size or files.read_all(fd, view, offset) < view.nbytes:
                 raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
 
         self._reading(path, read)
@@ -124,9 +108,9 @@ class PosixBackend(Backend):
             if offset + view.nbytes > size:
                 raise past_end(file, offset, view.nbytes, size)
             while done < view.nbytes:
-                part = view[done : done + SLICE]
+                part = view[done : done + files.SLICE]
                 got, wanted = os.preadv(fd, (part,), offset + done), len(part)
-                if got < wanted and got + read_all(fd, part[got:], offset + done + got) < wanted:
+                if got < wanted and got + files.read_all(fd, part[got:], offset + done + got) < wanted:
                     raise past_end(file, offset, view.nbytes, os.fstat(fd).st_size)
                 update(part)
                 done += wanted
@@ -138,7 +122,7 @@ class PosixBackend(Backend):
         first = offset // PAGESIZE * PAGESIZE
         count = 0 if length is None else -(-(offset + length) // PAGESIZE) * PAGESIZE - first  # 0: to the end
         with suppress(OSError, CkptError):
-            fd = open_regular(self._file(path))
+            fd = files.open_regular(self._file(path))
             try:
                 os.posix_fadvise(fd, first, count, os.POSIX_FADV_DONTNEED)
             finally:
@@ -146,13 +130,13 @@ class PosixBackend(Backend):
 
     def size(self, path: str) -> int:
         file = self._file(path)
-        with storage_errors(file, "get the size", reading=True):
-            return current(lambda: regular_size(os.stat(file), file))
+        with files.storage_errors(file, "get the size", reading=True):
+            return files.current(lambda: files.regular_size(os.stat(file), file))
 
     def version_token(self, path: str) -> str:
         """See ``Backend.version_token``: when the file changed last."""
         file = self._file(path)
-        with storage_errors(file, "get the time of", reading=True):
+        with files.storage_errors(file, "get the time of", reading=True):
             return f"mtime {os.stat(file).st_mtime_ns}"
 
     def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str]:
@@ -168,9 +152,9 @@ class PosixBackend(Backend):
 
     def modified(self, path: str) -> float:
         file = self._file(path)
-        with storage_errors(file, "get the time", reading=True):
+        with files.storage_errors(file, "get the time", reading=True):
             status = os.stat(file)
-            regular_size(status, file)
+            files.regular_size(status, file)
             return status.st_mtime
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
@@ -184,7 +168,7 @@ class PosixBackend(Backend):
                 if path.startswith(prefix) and not entry.is_symlink():
                     yield from self._walk(path.removesuffix("/"), prefix)
             elif path.startswith(prefix):
-                with suppress(NotFoundError), storage_errors(entry.path, "get the size", reading=True):  # deleted since it was listed
+                with suppress(NotFoundError), files.storage_errors(entry.path, "get the size", reading=True):  # deleted since it was listed
                     yield ObjectMeta(path, entry.stat().st_size)
 
     def list_dir(self, prefix: str = "") -> list[str]:
@@ -195,13 +179,13 @@ class PosixBackend(Backend):
         file = self._file(path)
         check_size(size, file)
         mode = direct()
-        with storage_errors(file, "create the file"):
+        with files.storage_errors(file, "create the file"):
             try:
-                fd, made = create_file(file)
+                fd, made = files.create_file(file)
             except FileExistsError:
                 raise name_taken(file) from None
             except OSError:
-                prune_empty(os.path.dirname(file), self._root)
+                files.prune_empty(os.path.dirname(file), self._root)
                 raise
         return PosixWriter(file=file, root=self._root, size=size, fd=fd, made=made, direct=mode)
 
@@ -220,13 +204,13 @@ class PosixBackend(Backend):
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         file = self._file(path)
-        with storage_errors(file, "publish"):
-            put_if(file, self._root, data, expected)
+        with files.storage_errors(file, "publish"):
+            files.put_if(file, self._root, data, expected)
 
     def delete(self, path: str) -> None:
         file = self._file(path)
-        with storage_errors(file, "delete"):
-            delete_below(self._root, path)
+        with files.storage_errors(file, "delete"):
+            files.delete_below(self._root, path)
 
     def link(self, path: str = "") -> str | None:
         """See ``Backend.link``: the absolute path, with all links resolved."""
@@ -236,31 +220,31 @@ class PosixBackend(Backend):
     def now(self) -> float | None:
         """See ``Backend.now``: the time that the file system gives a new file, which has no name where it can do without."""
         try:
-            return clock(self._root)
+            return files.clock(self._root)
         except OSError:
             return None  # it is only read, or not there
 
     def prepare(self) -> None:
         """See ``Backend.prepare``. Writes a small file and removes it: only that tells whether the file system takes one."""
-        with storage_errors(self._root, "prepare the directory"):
-            made = make_directories(self._root)
+        with files.storage_errors(self._root, "prepare the directory"):
+            made = files.make_directories(self._root)
             probe = os.path.join(self._root, f".prepare-{secrets.token_hex(8)}.tmp")
             try:
-                fd, _ = create_file(probe)
+                fd, _ = files.create_file(probe)
                 try:
-                    write_all(fd, [memoryview(bytes(4096))], 0)
+                    files.write_all(fd, [memoryview(bytes(4096))], 0)
                 finally:
                     os.close(fd)
             finally:
-                remove_file(probe, self._root)
+                files.remove_file(probe, self._root)
             if made:
-                sync_directories(self._root, self._root, made)
+                files.sync_directories(self._root, self._root, made)
 
 
 def _token(file: str) -> str | None:
     """What tells this file from one that takes its name later; None if nobody can read it, or it is too young, since times are coarse."""
     try:
-        fd = open_regular(file)
+        fd = files.open_regular(file)
     except (OSError, CkptError):
         return None
     try:
@@ -284,7 +268,7 @@ def _read(file: str, fd: int, size: int, offset: int, length: int | None, limit:
     if len(data) == wanted:
         return data
     rest = bytearray(wanted - len(data))  # one call gives at most 2 GiB
-    got = len(data) + read_all(fd, memoryview(rest), offset + len(data))
+    got = len(data) + files.read_all(fd, memoryview(rest), offset + len(data))
     if got < wanted:
         raise past_end(file, offset, wanted, offset + got)
     return data + rest
@@ -295,7 +279,7 @@ def _scan(directory: str) -> list[tuple[str, os.DirEntry[str]]]:
     # With the slash counted, a walk in this order gives paths in order: ``a.txt`` comes before ``a/b``.
     named = []
     try:
-        with storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
+        with files.storage_errors(directory, "list the directory", reading=True), os.scandir(directory) as entries:
             for entry in entries:
                 try:
                     if entry.is_dir():

@@ -128,19 +128,15 @@ def _takes(directory: str, multiple: int) -> bool:
                 memory_view[multiple : multiple + _BLOCK] as block,
                 memory_view[multiple : multiple + PAGE] as page,
             ):
-                return _write_several(fd, direct, page, block)
+                os.ftruncate(fd, (_AT_ONCE + 1) * _BLOCK)
+                places = range(_BLOCK, (_AT_ONCE + 1) * _BLOCK, _BLOCK)
+                complete = os.pwrite(direct, page, 0) == PAGE
+                complete = all(map_tasks(lambda at: os.pwrite(direct, block, at) == _BLOCK, places, _AT_ONCE, "ckpt-probe")) and complete
+                os.fdatasync(direct)
+                return complete and os.pread(fd, PAGE, 0) == page and all(os.pread(fd, _BLOCK, at) == block for at in places)
     except OSError as err:
         log.debug("no direct writes from addresses that are multiples of %d: %s", multiple, err)
         return False
-
-
-def _write_several(fd: int, direct: int, page: memoryview, block: memoryview) -> bool:
-    os.ftruncate(fd, (_AT_ONCE + 1) * _BLOCK)
-    places = range(_BLOCK, (_AT_ONCE + 1) * _BLOCK, _BLOCK)
-    complete = os.pwrite(direct, page, 0) == PAGE
-    complete = all(map_tasks(lambda at: os.pwrite(direct, block, at) == _BLOCK, places, _AT_ONCE, "ckpt-probe")) and complete
-    os.fdatasync(direct)
-    return complete and os.pread(fd, PAGE, 0) == page and all(os.pread(fd, _BLOCK, at) == block for at in places)
 
 
 def _compare(directory: str) -> bool:

@@ -40,12 +40,7 @@ _HINTS = {
     errno.ESTALE: "the file server does not know the file any more, although it was opened again and again: check the mount",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
 }
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
+_KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"}
 SLICE = 256 << 10
 """Bytes that are hashed right after they were copied: they, and where they were copied to, still lie in a core's own cache."""
 _TRIES = 16

@@ -20,23 +20,11 @@ from ckpt.concurrency import when_dropped
 from ckpt.errors import CkptError, StorageError
 from ckpt.settings import Direct
 
+from . import posix_files as files
 from .checks import byte_views
 from .posix_direct import LARGE_FILE, DirectFile
-from .posix_files import (
-    SLICE,
-    create_file,
-    give_name,
-    kind_of_file_system,
-    open_regular,
-    remove_file,
-    rename,
-    start_writeback,
-    storage_errors,
-    sync_directories,
-    write_all,
-)
 from .protocol import CopySource
-from .writer_base import WriterBase, aside_name, check_total
+from .writer_base import SharedWriter, WriterBase, aside_name, check_total
 
 # Ranges of files that share their extents with another file (reflinks of XFS, Btrfs, bcachefs, NFS 4.2): a copy that writes nothing.
 
@@ -61,7 +49,7 @@ class ClonedFile(CopySource):
         if fcntl is None or not length:
             return False
         try:
-            source = open_regular(self.path)
+            source = files.open_regular(self.path)
         except (OSError, CkptError):  # whoever reads it then finds out why
             return False
         try:
@@ -115,7 +103,7 @@ class PosixWriter(WriterBase):
         return _BLOCK
 
     def _put(self, offset: int, views: list[memoryview], update: _Update | None = None) -> None:
-        with storage_errors(self._file, f"write {sum(view.nbytes for view in views)} bytes at {offset}"):
+        with files.storage_errors(self._file, f"write {sum(view.nbytes for view in views)} bytes at {offset}"):
             if self._direct is None:
                 if views:
                     self._write_buffered(views, offset, update)
@@ -154,7 +142,7 @@ class PosixWriter(WriterBase):
                 self._reopen(self._direct)  # another thread's direct write was refused meanwhile: the error may be its
                 fd = self._write_in_turn(piece, offset, slices, update)
             if length >= _PIECE:
-                start_writeback(fd, offset, length)
+                files.start_writeback(fd, offset, length)
             offset += length
 
     def _write_in_turn(self, piece: list[memoryview], offset: int, slices: _Slices | None, update: _Update | None) -> int:
@@ -164,7 +152,7 @@ class PosixWriter(WriterBase):
         with self._turn:
             fd = self._fd
             if slices is None or update is None:
-                write_all(fd, list(piece), offset)
+                files.write_all(fd, list(piece), offset)
                 return fd
             # Write first, hash second: after the copy into the page cache the slice is in this core's cache, and
             # hashing it there reads no memory.
@@ -172,7 +160,7 @@ class PosixWriter(WriterBase):
                 at, part = slices[0]
                 done = os.pwritev(fd, (part,), at)
                 if done < len(part):
-                    write_all(fd, [part[done:]], at + done)
+                    files.write_all(fd, [part[done:]], at + done)
                 update(part)
                 slices.popleft()
         return fd
@@ -207,12 +195,12 @@ class PosixWriter(WriterBase):
 
     def _make_durable(self) -> None:
         # After an fsync that failed the pages count as clean: a second one would succeed, and the bytes be lost.
-        with storage_errors(self._file, "make the file durable"):
+        with files.storage_errors(self._file, "make the file durable"):
             if self._direct is not None:
                 self._direct.close()  # tells of direct writes that failed late
             os.fsync(self._fd)
             self._check_linked()
-            sync_directories(os.path.dirname(self._file), self._root, self._made)
+            files.sync_directories(os.path.dirname(self._file), self._root, self._made)
 
     def _close(self) -> None:
         """Close everything. What fails is no news: either all is durable, or the file is removed."""
@@ -233,9 +221,9 @@ class PosixWriter(WriterBase):
             )
 
     def _discard(self, *, tried: bool) -> None:
-        with storage_errors(self._file, "remove the unfinished file"):
+        with files.storage_errors(self._file, "remove the unfinished file"):
             if self._is_ours():
-                remove_file(self._file, self._root)
+                files.remove_file(self._file, self._root)
 
     def _is_ours(self) -> bool:
         """Whether the name is still that of the file that was created: after somebody removed it, another process may have made its own."""
@@ -266,8 +254,8 @@ def _pieces(views: list[memoryview]) -> Iterator[list[memoryview]]:
 def _slices(views: list[memoryview], offset: int) -> Iterator[tuple[int, memoryview]]:
     """Views that go one after another to ``offset``, in parts of at most ``SLICE`` bytes and where each goes."""
     for view in views:
-        for at in range(0, len(view), SLICE):
-            yield offset + at, view[at : at + SLICE]
+        for at in range(0, len(view), files.SLICE):
+            yield offset + at, view[at : at + files.SLICE]
         offset += len(view)
 
 
@@ -284,21 +272,21 @@ COHERENT = frozenset((*_LOCAL, *_CLUSTER))
 keep theirs. What is not in the list is taken for one that is not: whole parts are slower, and never wrong."""
 
 
-class PosixSharedObject(PosixWriter):
+class PosixSharedObject(SharedWriter, PosixWriter):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
     def __init__(self, *, file: str, root: str, size: int, token: str | None) -> None:
-        self._began = token is None
+        self._owned = token is None
         self._token = token or secrets.token_hex(8)
         self._final = file
         head, name = os.path.split(file)
         aside = os.path.join(head, aside_name(name, self._token))
-        with storage_errors(aside, "open the file"):
-            fd, made = create_file(aside) if self._began else (_joined(aside), [])
+        with files.storage_errors(aside, "open the file"):
+            fd, made = files.create_file(aside) if self._owned else (_joined(aside), [])
             try:
-                if self._began:
+                if self._owned:
                     os.ftruncate(fd, size)
-                self.part_size = 0 if kind_of_file_system(aside) in COHERENT else PART
+                self.part_size = 0 if files.kind_of_file_system(aside) in COHERENT else PART
             except OSError:
                 os.close(fd)
                 raise
@@ -306,46 +294,34 @@ class PosixSharedObject(PosixWriter):
 
     @property
     def token(self) -> str:
-        """With it other processes join."""
         return self._token
 
     def flush(self) -> int:
         """See ``SharedObject.flush``: the bytes that this process wrote."""
-        with self._using(), storage_errors(self._file, "make the file durable"):
+        with self._using(), files.storage_errors(self._file, "make the file durable"):
             os.fsync(self._fd)
             self._check_linked()
         return self._written.count
 
     def complete(self, receipts: Sequence[int], *, replace: bool) -> None:
         check_total(sum(receipts), self._size, self._final)
-        with self._lock, storage_errors(self._final, "publish"):
+        with self._lock, files.storage_errors(self._final, "publish"):
             self._check_open()
             os.fsync(self._fd)  # its size is this process's
             self._check_linked()
             if replace:
-                rename(self._file, self._final)
+                files.rename(self._file, self._final)
             else:
-                give_name(self._file, self._final)
+                files.give_name(self._file, self._final)
                 with suppress(FileNotFoundError):  # where links are refused it was renamed
                     os.unlink(self._file)
             self._state = "committed"
-            sync_directories(os.path.dirname(self._final), self._root, self._made)
+            files.sync_directories(os.path.dirname(self._final), self._root, self._made)
         self._close()
 
-    def abort(self) -> None:
-        if self._began:
-            super().abort()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        with self._lock:
-            if self._state in ("committed", "aborted"):
-                return
-            self._state = "aborted"
-            idle = not self._busy
-        if idle:
-            self._close()
+    def _discard(self, *, tried: bool) -> None:
+        if self._owned:
+            super()._discard(tried=tried)
 
 
 def _joined(aside: str) -> int:

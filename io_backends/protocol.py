@@ -1,7 +1,8 @@
 """The storage port: what a checkpoint needs from a file system or an object store, as tables that every backend must keep.
 
-Two rules generate all tables: an operation has its whole effect or raises, and no operation ever gives or keeps bytes that nobody wrote.
-Asking for bytes that are not there is an error, never a short answer; a name that is taken is an error, never an overwrite.
+A table has a situation on the left and the required outcome on the right. Two rules generate all of them: an operation has its whole effect
+or raises, and no operation ever gives or keeps bytes that nobody wrote. Asking for bytes that are not there is an error, never a short
+answer; a name that is taken is an error, never an overwrite.
 
 Invariants: paths are ``str``, relative to the backend's root, ``/``-separated, without empty, ``.`` or ``..`` parts; ``check_path`` refuses
 others with UsageError. Offsets, lengths and sizes are in bytes. All methods may be called from several threads at once. Errors come from
@@ -16,12 +17,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ckpt.concurrency import run_tasks
 from ckpt.errors import UsageError
 
-from .checks import SharedObject, check_prefix, too_large
+from .checks import check_prefix, too_large
 
 _W = TypeVar("_W", bound="Writer")
 
@@ -76,9 +77,6 @@ class Writer(Protocol):
     def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None:
         """Write ``parts`` one after another, the first at ``offset``. Any order, any number of threads.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         the parts lie inside ``[0, size)``            all their bytes are handed to the storage before it returns
         no parts, or only empty ones                  nothing happens
         any number of parts, any sizes                one call; the backend splits what the storage limits
@@ -90,7 +88,6 @@ class Writer(Protocol):
         the storage takes only some of the bytes      the rest is tried again, until all are taken or the storage raises
         the storage raises                            that error; the range does not count as written and may be written again
         committed or aborted before                   UsageError
-        ============================================  ==========================================================================
         """
         ...
 
@@ -105,25 +102,18 @@ class Writer(Protocol):
         them. Either the range is the whole object, or ``offset`` and ``length`` are multiples of ``block_size``, but for what ends where
         the object ends.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         the storage has copied the bytes              True; the range counts as written
         it cannot, or refuses                         False; the range does not count as written: write all of it, whole blocks
         ``source`` is of another storage or version   False
         the range reaches beyond ``size``             UsageError; nothing is written
         what is copied changes meanwhile              the bytes of ``source`` as it was when it was asked for, or False, or an error
         committed or aborted before                   UsageError
-        ============================================  ==========================================================================
         """
         return False
 
     def commit(self) -> None:
         """Make the object exist, whole and durable.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         every byte of ``[0, size)`` was written       afterwards every reader sees the object, and a power loss keeps bytes and name
         some byte was not                             StorageError with the planned and the written bytes; it stays open
         size 0                                        an empty object
@@ -131,22 +121,17 @@ class Writer(Protocol):
         somebody removed the object meanwhile         StorageError; only ``abort`` is left to do
         the storage cannot make the bytes durable     that error; only ``abort`` is left to do: a second try could succeed falsely
         committed or aborted before                   UsageError
-        ============================================  ==========================================================================
         """
         ...
 
     def abort(self) -> None:
         """Forget the object.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         open, or ``commit`` failed                    nothing of it is left, not even directories made for it
         somebody removed the object meanwhile         nothing happens; what somebody else made under its name stays
         aborted before                                nothing happens
         committed before                              nothing happens: the object stays
         a write is running in another thread          that write may end with any error; its bytes reach no other object
-        ============================================  ==========================================================================
         """
         ...
 
@@ -160,6 +145,37 @@ class Writer(Protocol):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.abort()  # does nothing after commit
+
+
+class SharedObject(Protocol):
+    """One process's side of an object of known size.
+
+    ``write``                                     as ``Writer.write``; where ``part_size`` is not 0 only whole parts:
+                                                  bytes ``[n·part_size, (n+1)·part_size)`` or up to the end, each by one process, once
+    ``flush``                                     all that this process wrote is durable; gives JSON for ``complete``
+    ``complete``, every byte is in some receipt   the object exists, whole and durable
+    ``complete``, some byte is in none            StorageError; nothing shows
+    ``complete``, the name is taken               ConflictError, unless ``replace``: then readers see the old or the new
+    ``abort``, in the process that began it       nothing of it is left, unless it was published
+    ``abort``, in the others; ``close``           this process writes no more
+    """
+
+    part_size: int
+    """Bytes of which writes have to be made; 0: any ranges."""
+
+    @property
+    def token(self) -> str:
+        """With it other processes join."""
+
+    def write(self, offset: int, parts: Sequence[memoryview | bytes]) -> None: ...
+
+    def flush(self) -> Any: ...
+
+    def complete(self, receipts: Sequence[Any], *, replace: bool) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class CopySource:
@@ -204,32 +220,24 @@ class Backend(Protocol):
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``, or all from ``offset`` to the end.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``[offset, offset + length)`` is inside       these bytes
         ``offset`` is the size, ``length`` 0 or None  ``b""``
         the range reaches beyond the end              CorruptError with path, wanted range and size; never fewer bytes
         ``path`` is absent or a directory             NotFoundError
         ``offset`` or ``length`` is negative          UsageError
         the object is replaced while it is read       bytes of one of the two, or CorruptError; never a mixture
-        ============================================  ==========================================================================
         """
         ...
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes from ``offset``. The buffer may have any shape and item size if it is contiguous and writable.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         the range is inside                           every byte of the buffer is set
         an empty buffer, ``offset`` inside or at end  nothing happens
         the range reaches beyond the end              CorruptError with path, wanted range and size; the buffer's content is open
         ``path`` is absent or a directory             NotFoundError
         ``offset`` is negative                        UsageError
         the buffer is read-only or not contiguous     UsageError
-        ============================================  ==========================================================================
         """
         ...
 
@@ -243,13 +251,9 @@ class Backend(Protocol):
     def read_whole(self, path: str, limit: int) -> bytes:
         """All bytes of a small object: no memory is taken for one that has more than ``limit``.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         it has at most ``limit`` bytes                these bytes
         it has more                                   CorruptError with path, size and limit; its bytes are not read
         ``path`` is absent or a directory             NotFoundError
-        ============================================  ==========================================================================
         """
         size = self.size(path)
         if size > limit:
@@ -259,14 +263,10 @@ class Backend(Protocol):
     def read_start(self, path: str, length: int) -> tuple[bytes, int]:
         """The first ``length`` bytes and the size of the object, which one request of an object store tells together.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         it has at least ``length`` bytes              these bytes, and its size
         it has fewer                                  all of its bytes, and its size
         ``path`` is absent or a directory             NotFoundError
         ``length`` is negative                        UsageError
-        ============================================  ==========================================================================
         """
         size = self.size(path)
         return self.read(path, 0, min(length, size)), size
@@ -284,43 +284,34 @@ class Backend(Protocol):
     def size(self, path: str) -> int:
         """Size of the object in bytes.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``path`` is an object                         its size
         ``path`` is absent or a directory             NotFoundError
-        ============================================  ==========================================================================
         """
         ...
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """All objects whose path starts with ``prefix``, at any depth, sorted by path (code points).
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``prefix`` ends inside a name (``data/ab``)   objects ``data/ab``, ``data/abc``, ``data/ab/x``
         ``prefix`` ends with ``/``                    objects below that directory
         nothing matches, or the root is absent        an empty iterator
         directories, other kinds of files             are not given
         objects made or deleted meanwhile             may be given or not; the others are given once
-        ============================================  ==========================================================================
         """
         ...
 
     def list_dir(self, prefix: str = "") -> list[str]:
         """Names directly below the directory ``prefix``, sorted: directories with a trailing ``/``, objects without.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``prefix`` is ``""``                          names directly below the root
         ``prefix`` is ``a/b`` or ``a/b/``             names directly below that directory, without the prefix
         ``prefix`` is absent or an object             ``[]``
         ``prefix`` ends inside a name                 ``[]``: unlike in ``list_prefix``, a directory is meant
-        ============================================  ==========================================================================
         """
-        ...
+        directory = check_prefix(prefix).removesuffix("/")
+        start = f"{directory}/" if directory else ""
+        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
+        return sorted({name + slash for name, slash, _ in heads})
 
     def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str] | None:
         """For each of these ``directories`` right below the root that has an object ``name``: a text that is another one after that object
@@ -328,28 +319,20 @@ class Backend(Protocol):
 
         None where that is not cheaper than reading them. Paths that contain ``skip``, such as ``/data/``, need not be listed.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         other bytes were published since then         another text, or the directory is left out
         nobody wrote to it                            the same text, unless the directory was left out, as it may be: it counts as new
         the directory has no such object              it is left out
         ``directories`` leaves some out               these may be given or not
-        ============================================  ==========================================================================
         """
         return None
 
     def create(self, path: str, size: int) -> Writer:
         """Start a new object of ``size`` bytes. Parents are made as needed.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``path`` is absent                            an open Writer
         ``path`` is an object                         ConflictError, here or from ``commit``; the object stays as it is
         two callers at once                           at most one commits; a backend that cannot promise this says so
         ``size`` is negative                          UsageError
-        ============================================  ==========================================================================
         """
         ...
 
@@ -369,16 +352,13 @@ class Backend(Protocol):
 
     def create_shared(self, path: str, size: int, token: str | None = None) -> SharedObject | None:
         """Begin an object of ``size`` bytes that several processes write together, or join the one of this ``token``; None where the
-        storage cannot (``checks.SharedObject``). Whether the name is free counts when it is published."""
+        storage cannot (``SharedObject``). Whether the name is free counts when it is published."""
         return None
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """Atomically make ``path`` hold ``data`` if it now holds exactly ``expected``, or is absent when that is None: compare and swap,
         for small objects.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``expected`` is None, ``path`` is absent      ``path`` holds ``data``; parents are made as needed
         ``expected`` is None, ``path`` is an object   ConflictError, whatever it holds; it stays as it is
         ``path`` holds exactly ``expected``           ``path`` holds ``data``
@@ -389,53 +369,40 @@ class Backend(Protocol):
         it raised                                     no temporary file and no new directory is left
         it raised a StorageError that is no conflict  ``path`` holds the old or the new whole content: read it to know which
         a ``delete`` of the same path at once         either order may win
-        ============================================  ==========================================================================
         """
         ...
 
     def delete(self, path: str) -> None:
         """Remove an object, then the directories that this leaves empty.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         ``path`` is an object                         it is gone, and so are parents without any object or directory in them
         ``path`` is absent                            nothing happens, apart from the same removal of empty parents
         ``path`` is a directory                       nothing happens: only objects are deleted
         ``path`` is a symbolic link                   the link goes; what it leads to stays
         a part of ``path`` before the last is a link  StorageError that names it; nothing goes: what is beyond belongs to others
         the last object below the root                the root itself stays
-        ============================================  ==========================================================================
         """
         ...
 
     def delete_many(self, paths: Collection[str]) -> None:
         """``delete`` all of these, many at once: thousands of files take the time of a few requests, or of as many as threads send.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         each of ``paths``                             what ``delete`` does, in any order
         no paths                                      nothing happens
         any number of paths                           one call; the backend splits what the storage limits
         a path that is given twice                    the same as once
         one cannot be deleted                         that error, in the end; each of the others is gone or as it was
-        ============================================  ==========================================================================
         """
         run_tasks([partial(self.delete, path) for path in paths], DELETES, "ckpt-delete")
 
     def prepare(self) -> None:
         """Make the root usable for writing, so that a save that cannot succeed fails before it costs anything. Called once before a save.
 
-        ============================================  ==========================================================================
-        situation                                     required outcome
-        ============================================  ==========================================================================
         the root is absent                            it can be written to; where directories exist it does, and durably
         the root is there                             its content stays as it is, and nothing is added
         writing is refused                            AccessError
         the storage is full                           NoSpaceError
         the root cannot be a directory                StorageError
-        ============================================  ==========================================================================
         """
         ...
 

@@ -231,9 +231,15 @@ def _of_packages(scheme: str, url: str, configured: Configured) -> Backend:
         return FsspecBackend(url, filesystem=configured.filesystem)
     if scheme == "s3":
         return _s3(url, configured.options)
-    factory: Any = plugin(_GROUP, scheme, object)
-    if factory is not None:
-        return _made_by(factory, scheme, url, configured)
+    plugged: Any = plugin(_GROUP, scheme, object)
+    if plugged is not None:
+        factory: Callable[..., Backend] = plugged
+        if not configured.options:
+            return factory(url)
+        if "storage_options" not in inspect.signature(factory).parameters:
+            names = ", ".join(sorted(configured.options))
+            raise UsageError(f"the storage backend for {scheme}:// takes no storage options: {names}", where=url)
+        return factory(url, storage_options=dict(configured.options))
     from .fsspec_backend import FsspecBackend
     from .fsspec_filesystem import known_to_fsspec
 
@@ -310,12 +316,3 @@ def scheme_of(url: str) -> str:
         scheme, _, rest = url.partition(":")
         raise UsageError(f"{url!r} is a URL without its slashes", hint=f"write {scheme}://{rest}, or ./{url} for a directory of that name")
     return ""
-
-
-def _made_by(factory: Callable[..., Backend], scheme: str, url: str, configured: Configured) -> Backend:
-    if not configured.options:
-        return factory(url)
-    if "storage_options" not in inspect.signature(factory).parameters:
-        names = ", ".join(sorted(configured.options))
-        raise UsageError(f"the storage backend for {scheme}:// takes no storage options: {names}", where=url)
-    return factory(url, storage_options=dict(configured.options))

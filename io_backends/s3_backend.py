@@ -16,43 +16,26 @@ from ckpt import settings
 from ckpt.concurrency import run_tasks
 from ckpt.errors import CkptError, ConflictError, StorageError, UsageError
 
+from . import s3_reading as objects
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, put_conflict
 from .protocol import DELETES, Backend, CopySource, IOHints, ObjectMeta, PendingUpload, Writer
 from .s3_client import LANES, Checks, ConfirmedPart, S3Client, client_of
 from .s3_probing import abilities, assume, checks_of, conditional, part_checks_of, probe
-from .s3_reading import (
-    TOGETHER,
-    Key,
-    abort_upload,
-    check_free,
-    delete,
-    delete_together,
-    described,
-    head,
-    put,
-    read_into,
-    read_start,
-    read_tagged,
-    stored,
-)
 from .s3_tries import DEFAULT, S3Options
 from .s3_writer import PART, SINGLE, S3CopySource, S3Writer, part_size
-from .writer_base import check_total
+from .writer_base import SharedWriter, check_total
 
 # An object that several processes send parts of: one upload, whose id is the token.
 
 
-class S3SharedObject(S3Writer):
+class S3SharedObject(SharedWriter, S3Writer):
     """See ``SharedObject``. ``token`` is None in the process that begins it."""
 
-    def __init__(self, key: Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
+    def __init__(self, key: objects.Key, size: int, part: int, *, conditional: bool, token: str | None) -> None:
         super().__init__(key, size, part, conditional=conditional, single=False)
         self.part_size = part
-        self._began = token is None
-        if token is None:
-            self._id = self._started()
-        else:
-            self._id = self._join(token)
+        self._owned = token is None
+        self._id = self._started() if token is None else self._join(token)
 
     def _join(self, token: str) -> str:
         """Which checksums the parts have was said when the upload began; if it was CRC-32, all of them need it."""
@@ -62,7 +45,6 @@ class S3SharedObject(S3Writer):
 
     @property
     def token(self) -> str:
-        """With it other processes join."""
         return f"{self._checks.way} {self._mark} {self._id}"
 
     def _put(self, offset: int, views: list[memoryview]) -> None:
@@ -84,7 +66,7 @@ class S3SharedObject(S3Writer):
         if replace:
             self._condition = {}
         else:
-            check_free(self._key)  # some stores know no conditions for uploads: then this question has to do
+            objects.check_free(self._key)  # some stores know no conditions for uploads: then this question has to do
         self._state = "failed"  # until it did not
         try:
             self._complete()
@@ -92,52 +74,46 @@ class S3SharedObject(S3Writer):
             self._perhaps_there = self._perhaps_there and not replace  # what is there may be what was there before
         self._state = "committed"
 
-    def abort(self) -> None:
-        if self._began:
-            super().abort()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        if self._state == "open":
-            self._state = "aborted"
+    def _close(self) -> None:
+        if self._owned:
+            super()._close()
 
 
 # Publishing small objects under a condition, which the store itself decides: of two writers one wins, whatever happens to the answers.
 
 
-def put_if(key: Key, data: bytes, expected: bytes | None) -> None:
+def put_if(key: objects.Key, data: bytes, expected: bytes | None) -> None:
     """``Backend.put_if`` for one key."""
     if not conditional(key):
         # Look, then write, then look again: what another writer does in between is found out late, or not at all
-        if stored(key)[0] != expected:
+        if objects.stored(key)[0] != expected:
             raise put_conflict(key.where, expected)
-        put(key, data, {}, checks_of(key))
-        if stored(key)[0] != data:
+        objects.put(key, data, {}, checks_of(key))
+        if objects.stored(key)[0] != data:
             raise put_conflict(key.where, data, "another writer replaced it at once")
     elif expected is None:
-        put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
+        objects.put(key, data, {"IfNoneMatch": "*"}, checks_of(key))
     else:
-        content, etag = stored(key)
+        content, etag = objects.stored(key)
         if content != expected:
             raise put_conflict(key.where, expected, "it is absent now" if content is None else "it holds something else now")
         _replace(key, data, etag)
 
 
-def _replace(key: Key, data: bytes, etag: str) -> None:
+def _replace(key: objects.Key, data: bytes, etag: str) -> None:
     # The compare-and-swap of object stores: If-Match with the ETag of the content that the caller expects. The ETag
     # comes from a read whose bytes were compared, so there is no moment between comparing and replacing.
     bare = etag.strip('"')
     if key.bucket in key.client.bare_tags:
-        put(key, data, {"IfMatch": bare}, checks_of(key))
+        objects.put(key, data, {"IfMatch": bare}, checks_of(key))
         return
     try:
-        put(key, data, {"IfMatch": etag}, checks_of(key))
+        objects.put(key, data, {"IfMatch": etag}, checks_of(key))
     except ConflictError:
         # Some versions of Ceph compare with the quotes that belong to an ETag, some without.
-        if bare == etag or stored(key)[1] != etag:
+        if bare == etag or objects.stored(key)[1] != etag:
             raise
-        put(key, data, {"IfMatch": bare}, checks_of(key))
+        objects.put(key, data, {"IfMatch": bare}, checks_of(key))
         key.client.bare_tags.add(key.bucket)
 
 
@@ -185,8 +161,8 @@ class S3Backend(Backend):
     def _client(self) -> S3Client:
         return client_of(self._options)
 
-    def _key(self, path: str) -> Key:
-        return Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))
+    def _key(self, path: str) -> objects.Key:
+        return objects.Key(client=self._client, bucket=self._bucket, key=self._prefix + check_path(path))
 
     # ---- reading
 
@@ -195,27 +171,27 @@ class S3Backend(Backend):
         check_read(offset, length)
         key = self._key(path)
         if length is None:
-            return read_tagged(key, offset)[0]
+            return objects.read_tagged(key, offset)[0]
         data = bytearray(length)
-        read_into(key, offset, memoryview(data))
+        objects.read_into(key, offset, memoryview(data))
         return bytes(data)
 
     def read_whole(self, path: str, limit: int) -> bytes:
         """See ``Backend.read_whole``. One request: the answer says the size before its bytes."""
-        return read_tagged(self._key(path), limit=limit)[0]
+        return objects.read_tagged(self._key(path), limit=limit)[0]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         check_read(offset, None)
         view = byte_view(buffer, writable=True)
-        read_into(self._key(path), offset, view)
+        objects.read_into(self._key(path), offset, view)
 
     def read_start(self, path: str, length: int) -> tuple[bytes, int]:
         """See ``Backend.read_start``. One request."""
         check_read(0, length)
-        return read_start(self._key(path), length)
+        return objects.read_start(self._key(path), length)
 
     def size(self, path: str) -> int:
-        return head(self._key(path))[0]
+        return objects.head(self._key(path)).size
 
     # ---- listing
 
@@ -236,8 +212,8 @@ class S3Backend(Backend):
 
     def version_token(self, path: str) -> str:
         """See ``Backend.version_token``: the ETag, and the version in buckets that keep versions. Times in whole seconds are too coarse."""
-        _, tag, version = described(self._key(path))
-        return f"etag {tag} version {version}" if version else f"etag {tag}"
+        there = objects.head(self._key(path))
+        return f"etag {there.tag} version {there.version}" if there.version else f"etag {there.tag}"
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         """See ``Backend.list_prefix``. Keys that are no paths, such as the empty ``a/`` that some tools make, are not given.
@@ -279,16 +255,17 @@ class S3Backend(Backend):
         return tokens
 
     def _pages(self, **what: str) -> Iterator[Any]:
+        return self._all_pages("list", "list_objects_v2", {"ContinuationToken": "NextContinuationToken"}, what)
+
+    def _all_pages(self, what: str, operation: str, goes_on: Mapping[str, str], names: dict[str, str]) -> Iterator[Any]:
+        """``goes_on``: the arguments of the next request, and what the answer calls them."""
+        where = f"{_SCHEME}{self._bucket}/{names['Prefix']}"
         while True:
-            page = self._asked("list", "list_objects_v2", what)
+            page = self._client.attempt(what, where, lambda boto, _: getattr(boto, operation)(Bucket=self._bucket, **names))
             yield page
             if not page.get("IsTruncated"):
                 return
-            what["ContinuationToken"] = page["NextContinuationToken"]
-
-    def _asked(self, what: str, operation: str, names: dict[str, str]) -> Any:
-        where = f"{_SCHEME}{self._bucket}/{names['Prefix']}"
-        return self._client.attempt(what, where, lambda boto, _: getattr(boto, operation)(Bucket=self._bucket, **names))
+            names.update({name: page[next_name] for name, next_name in goes_on.items()})
 
     # ---- writing
 
@@ -301,7 +278,7 @@ class S3Backend(Backend):
         writer = S3Writer(key, size, part, conditional=keeps, single=bool(room) or size <= part, room=room)
         if not (writer.single and keeps):
             try:
-                check_free(key)
+                objects.check_free(key)
             except BaseException:
                 writer.abort()
                 raise
@@ -319,23 +296,23 @@ class S3Backend(Backend):
     def copy_source(self, path: str) -> CopySource | None:
         """See ``Backend.copy_source``. One request, for its ETag: only that version is copied."""
         key = self._key(path)
-        return S3CopySource(key=key, tag=head(key)[1])
+        return S3CopySource(key=key, tag=objects.head(key).tag)
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         put_if(self._key(path), data, expected)
 
     def delete(self, path: str) -> None:
-        delete(self._key(path))
+        objects.delete(self._key(path))
 
     def delete_many(self, paths: Collection[str]) -> None:
         """See ``Backend.delete_many``. One request for each thousand, where the store knows it."""
         keys = [self._key(path) for path in dict.fromkeys(paths)]
         if len(keys) > 1:
-            left: list[Key] = []
-            batches = [keys[at : at + TOGETHER] for at in range(0, len(keys), TOGETHER)]
-            run_tasks([lambda batch=batch: left.extend(delete_together(batch)) for batch in batches], LANES, "ckpt-delete")  # type: ignore[misc]
+            left: list[objects.Key] = []
+            batches = [keys[at : at + objects.TOGETHER] for at in range(0, len(keys), objects.TOGETHER)]
+            run_tasks([lambda batch=batch: left.extend(objects.delete_together(batch)) for batch in batches], LANES, "ckpt-delete")  # type: ignore[misc]
             keys = left
-        run_tasks([partial(delete, key) for key in keys], DELETES, "ckpt-delete")
+        run_tasks([partial(objects.delete, key) for key in keys], DELETES, "ckpt-delete")
 
     def prepare(self) -> None:
         """See ``Backend.prepare``. Writes a small object and deletes it; ckpt makes no buckets."""
@@ -355,19 +332,15 @@ class S3Backend(Backend):
     def pending_uploads(self, prefix: str = "") -> Iterator[PendingUpload]:
         """See ``Backend.pending_uploads``: uploads that were neither completed nor aborted. Their parts cost as much as objects do."""
         start = self._prefix + check_prefix(prefix)
-        names = {"Prefix": start}
-        while True:
-            page = self._asked("list the uploads", "list_multipart_uploads", names)
+        goes_on = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+        for page in self._all_pages("list the uploads", "list_multipart_uploads", goes_on, {"Prefix": start}):
             for upload in page.get("Uploads", ()):
                 path = str(upload["Key"]).removeprefix(self._prefix)
                 if str(upload["Key"]).startswith(start) and _is_path(path):
                     yield PendingUpload(path=path, started=upload["Initiated"].timestamp(), token=str(upload["UploadId"]))
-            if not page.get("IsTruncated"):
-                return
-            names |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def abort_upload(self, upload: PendingUpload) -> None:
-        abort_upload(self._key(upload.path), upload.token)
+        objects.abort_upload(self._key(upload.path), upload.token)
 
 
 def _is_path(path: str) -> bool:

@@ -96,15 +96,11 @@ def _keeps_conditions(key: Key) -> bool:
         _refuses(key, {"IfNoneMatch": "*"})
         return _refuses(key, {"IfNoneMatch": "*"}) and _refuses(key, {"IfMatch": '"0123456789abcdef0123456789abcdef"'})
     except StorageError as err:
-        if _is_unknown(err.__cause__):
+        if isinstance(err.__cause__, ClientError) and (
+            status_of(err.__cause__) == 501 or code_of(err.__cause__) in ("NotImplemented", "InvalidArgument")
+        ):
             return False
         raise
-
-
-def _is_unknown(err: BaseException | None) -> bool:
-    """Whether a store says that it does not know a header."""
-    # Other refusals, of expired credentials for example, may pass.
-    return isinstance(err, ClientError) and (status_of(err) == 501 or code_of(err) in ("NotImplemented", "InvalidArgument"))
 
 
 def _refuses(key: Key, condition: dict[str, str]) -> bool:

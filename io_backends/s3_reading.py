@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
@@ -54,19 +54,23 @@ class Key:
         return {"Bucket": self.bucket, "Key": self.key}
 
 
-def head(key: Key) -> tuple[int, str]:
-    """Size and ETag."""
-    return described(key)[:2]
+class Head(NamedTuple):
+    """What a store says of an object. ``version`` is empty in buckets that keep none, ``mark`` if another program wrote it, or the store
+    keeps none."""
+
+    size: int
+    tag: str
+    version: str
+    mark: str
 
 
-def described(key: Key) -> tuple[int, str, str]:
-    """Size, ETag and version, which is empty in buckets that keep none; raises as ``head`` does."""
-
-    def request(boto: Any, _: Tries) -> tuple[int, str, str]:
+def head(key: Key, doing: str = "get the size") -> Head:
+    def request(boto: Any, _: Tries) -> Head:
         answer = boto.head_object(**key.names)
-        return int(answer["ContentLength"]), key.client.tag_of(answer), str(answer.get("VersionId", ""))
+        version, mark = str(answer.get("VersionId", "")), str(answer.get("Metadata", {}).get(_MARK, ""))
+        return Head(int(answer["ContentLength"]), key.client.tag_of(answer), version, mark)
 
-    return key.client.attempt("get the size", key.where, request)
+    return key.client.attempt(doing, key.where, request)
 
 
 def read_tagged(key: Key, offset: int = 0, limit: int | None = None) -> tuple[bytes, str]:
@@ -81,16 +85,16 @@ def read_tagged(key: Key, offset: int = 0, limit: int | None = None) -> tuple[by
         view = memoryview(reading.memory)
         _read_ranges(key, offset + reading.done, view[reading.done :], reading.etag)
         return bytes(reading.memory), reading.etag
-    size, etag = head(key)  # there is no range of nothing
-    if offset > size:
-        raise past_end(key.where, offset, 0, size)
-    return b"", etag
+    there = head(key)  # there is no range of nothing
+    if offset > there.size:
+        raise past_end(key.where, offset, 0, there.size)
+    return b"", there.tag
 
 
 def read_into(key: Key, offset: int, view: memoryview) -> None:
     """Fill ``view``; bytes that are not there are an error."""
     if not view.nbytes:
-        size, _ = head(key)
+        size = head(key).size
         if offset > size:
             raise past_end(key.where, offset, 0, size)
         return
@@ -100,7 +104,7 @@ def read_into(key: Key, offset: int, view: memoryview) -> None:
 def read_start(key: Key, length: int) -> tuple[bytes, int]:
     """The first ``length`` bytes, or fewer of a shorter object, and the object's size: one request, if no answer breaks off."""
     if length <= 0:
-        return b"", head(key)[0]
+        return b"", head(key).size
     begun: list[tuple[_Range, int]] = []
 
     def request(boto: Any, tries: Tries) -> tuple[bytes, int]:
@@ -291,15 +295,9 @@ def stored(key: Key) -> tuple[bytes | None, str]:
         return None, ""
 
 
-def mark_of(key: Key) -> tuple[str, str] | None:
-    """Mark and ETag of the object; None if there is none. The mark is empty if another program wrote it, or the store keeps none."""
-
-    def request(boto: Any, _: Tries) -> tuple[str, str]:
-        answer = boto.head_object(**key.names)
-        return str(answer.get("Metadata", {}).get(_MARK, "")), key.client.tag_of(answer)
-
+def head_if_there(key: Key) -> Head | None:
     try:
-        return key.client.attempt("look at what is there", key.where, request)
+        return head(key, "look at what is there")
     except NotFoundError:
         return None
 
@@ -334,10 +332,10 @@ def put(key: Key, data: bytes | memoryview, condition: dict[str, str], checks: C
 
 def _tag_if_ours(key: Key, data: bytes | memoryview, mark: str, tries: Tries) -> str | None:
     """The ETag of the object if this write made it."""
-    there = mark_of(key)
-    if there is None or there[0] == mark:
-        return there and there[1]
-    if there[0] or not tries.failed:
+    there = head_if_there(key)
+    if there is None or there.mark == mark:
+        return there and there.tag
+    if there.mark or not tries.failed:
         return None
     content, tag = stored(key)
     return tag if content is not None and content == data else None

@@ -19,12 +19,12 @@ import numpy as np
 from botocore.exceptions import ClientError
 
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.errors import ConflictError, NotFoundError, StorageError
+from ckpt.errors import ConflictError, StorageError
 
 from .protocol import CopySource
 from .s3_client import LANES, OFF, Checks, ConfirmedPart, check_whole
 from .s3_probing import checks_of, part_checks_of
-from .s3_reading import Key, abort_upload, check_free, delete, head, mark_of, marked, new_mark, put
+from .s3_reading import Key, abort_upload, check_free, delete, head_if_there, marked, new_mark, put
 from .s3_tries import ChangedError, Tries, code_of, status_of, tag_of, translated
 from .writer_base import WriterBase, WrittenRanges
 
@@ -365,16 +365,10 @@ class S3Writer(WriterBase):
     def _is_ours(self, *, unmarked: bool) -> bool:
         """Whether this Writer made the object that is there. Where the store keeps no marks its size has to do, if it may be ours
         ``unmarked``."""
-        there = mark_of(self._key)
-        if there is None or there[0]:
-            return there is not None and there[0] == self._mark
-        return unmarked and self._is_whole()
-
-    def _is_whole(self) -> bool:
-        try:
-            return head(self._key)[0] == self._size
-        except NotFoundError:
-            return False
+        there = head_if_there(self._key)
+        if there is None or there.mark:
+            return there is not None and there.mark == self._mark
+        return unmarked and there.size == self._size
 
     def _taken(self) -> ConflictError:
         return ConflictError(

@@ -7,13 +7,15 @@ import re
 import threading
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Literal
+from pathlib import Path
+from typing import IO, Literal
 
 from ckpt.errors import AccessError, StorageError, UsageError
 
 from .checks import byte_views, check_write
+from .posix_files import storage_errors, write_all
 from .protocol import Backend, CopySource, PendingUpload, Writer
 
 # Which bytes of an object have been written: exact, so that a hole cannot hide behind bytes that were written twice.
@@ -190,6 +192,48 @@ class WriterBase(Writer):
             raise UsageError(f"the writer is not open any more: {self._state}", where=self._where, hint="create a new object")
 
 
+def fill(target: memoryview, offset: int, views: list[memoryview]) -> None:
+    """Copy views that go one after another, the first to ``offset``."""
+    for view in views:
+        target[offset : offset + view.nbytes] = view
+        offset += view.nbytes
+
+
+class GatheringWriter(WriterBase):
+    """A new object for storage that takes objects only whole: gathered in memory, or in a ``file`` that is closed in the end, and on commit
+    given to ``send``, as bytes or as the path of the file. ``remove`` takes back what a commit that failed has left.
+
+    Before ``commit`` the storage has nothing of the object.
+    """
+
+    def __init__(
+        self, *, where: str, size: int, send: Callable[[bytes | Path], object], remove: Callable[[], object], file: IO[bytes] | None = None
+    ) -> None:
+        super().__init__(where=where, size=size)
+        self._send, self._remove = send, remove
+        self._file = file
+        self._memory = bytearray(size if file is None else 0)
+
+    def _put(self, offset: int, views: list[memoryview]) -> None:
+        if self._file is None:
+            fill(memoryview(self._memory), offset, views)
+            return
+        with storage_errors(self._file.name, "write a temporary file"):
+            write_all(self._file.fileno(), views, offset)
+
+    def _make_durable(self) -> None:
+        self._send(bytes(self._memory) if self._file is None else Path(self._file.name))
+
+    def _discard(self, *, tried: bool) -> None:
+        if tried:
+            self._remove()
+
+    def _close(self) -> None:
+        self._memory = bytearray()
+        if self._file is not None:
+            self._file.close()
+
+
 # Objects that several processes write together, each its own bytes at their final place, and that one of them makes exist.
 #
 # A storage that can do it has ``Backend.create_shared``. One process begins the object and tells the others its token; all write and
@@ -197,6 +241,18 @@ class WriterBase(Writer):
 #
 # Invariants: nothing shows under the object's name before ``complete``, and then all of it does. Who began an object and dies leaves what
 # :func:`left_behind` finds.
+
+
+class SharedWriter(WriterBase):
+    """One process's side of an object that several write."""
+
+    _owned: bool
+    """What is left goes with an abort here."""
+
+    def close(self) -> None:
+        self._owned = False
+        self.abort()
+
 
 ASIDE = ".shared"
 """What the name of a shared file ends with until it is published, on file systems."""

@@ -48,6 +48,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 NO_DAEMON = Path(tempfile.gettempdir()) / f"ckpt-tests-memory-{os.getpid()}"
 os.environ["CKPT_MEMORY_DIR"] = str(NO_DAEMON)
 
+SHM = Path("/dev/shm")
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether there is room for what all workers have at a time, and direct writes are possible, as on a disk."""
+    try:
+        if shutil.disk_usage(folder).free < 6 << 30:
+            return False
+        os.close(os.open(folder, os.O_TMPFILE | os.O_DIRECT | os.O_RDWR))
+    except (AttributeError, OSError):
+        return False
+    return True
+
+
+# The tests make a hundred thousand fsyncs: on a disk, they wait longer for these than they compute. ``io_backends/conftest.py`` stays there.
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _takes_files(SHM):
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(SHM)
+
 older_torch.adapt()
 
 # No time limit per example: the machines that run this are shared. Few examples: each run draws others.

@@ -92,7 +92,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                 self._assign_work_unit(node)
 
         def _next_unit(self, node: Any, units: list[str]) -> str | None:
-            """While some with the mark are left, and light ones: for one of three workers. The fourth ends first."""
+            """While some with the mark are left, and light ones: for one of three workers. All others end first."""
             has_store = STORE in self.assigned_work[node]
             going = [n for n in self.nodes if not n.shutting_down]
             if len(going) > BESIDE + 1:

@@ -307,7 +307,20 @@ class FileCopy:
     def _checked(self) -> list[CopyTask]:
         if self._gathered is None:
             return _checked(self._reader, self._file, self._take, self._is_read)
-        return _gathering(self._reader, self._gathered, self._take, self._is_read)
+        # The same for a file that is made of chunks of another one; offsets are those in the new file
+        gathered = self._gathered
+
+        def head() -> int:
+            self._take(0, memoryview(gathered.header))
+            return len(gathered.header)
+
+        def move(offset: int, data: memoryview) -> None:
+            for at, part in gathered.places(offset, data):
+                self._take(at, part)
+
+        placed = zip(gathered.chunks, gathered.offsets, strict=True)
+        chunks = [chunk for chunk, offset in placed if self._is_read(offset, chunk.extent.length)]
+        return [head, *(partial(self._reader.reread, together, work) for together, work in _long_jobs(self._reader, chunks, move))]
 
     def _is_read(self, offset: int, length: int) -> bool:
         """Whether bytes of the new file are read: not if the storage copies them, and nobody asked to compare."""
@@ -439,22 +452,6 @@ def _checked(reader: DigestReader, file: DataFile, take: Take, is_read: Callable
 
     chunks = [chunk for chunk in _chunks(file, header) if is_read(chunk.extent.offset, chunk.extent.length)]
     return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, chunks, take))]
-
-
-def _gathering(reader: DigestReader, gathered: GatheredFile, take: Take, is_read: Callable[[int, int], bool]) -> list[CopyTask]:
-    """The same for a file that is made of chunks of another one; offsets are those in the new file."""
-
-    def head() -> int:
-        take(0, memoryview(gathered.header))
-        return len(gathered.header)
-
-    def move(offset: int, data: memoryview) -> None:
-        for at, part in gathered.places(offset, data):
-            take(at, part)
-
-    placed = zip(gathered.chunks, gathered.offsets, strict=True)
-    chunks = [chunk for chunk, offset in placed if is_read(offset, chunk.extent.length)]
-    return [head, *(partial(reader.reread, together, work) for together, work in _long_jobs(reader, chunks, move))]
 
 
 def _chunks(file: DataFile, header: Header) -> list[ChunkName]:

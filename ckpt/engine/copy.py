@@ -96,8 +96,7 @@ def copy_checkpoint(
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
     """
-    source, target = url_text(source), url_text(target)
-    began = time.monotonic()
+    source, target, began = url_text(source), url_text(target), time.monotonic()
     check_flags(dry_run=dry_run, compare=compare)
     check_progress(progress)
     workers = THREADS if threads is None else settings.threads(threads)
@@ -270,7 +269,21 @@ class Transfer:
         self._make_room((there.keys() - complete) | damaged)
         missing = (sizes.keys() - complete) | damaged
         self._copy_index(missing, meter)
-        self._copy_data(missing, threads, meter)
+        copies: list[FileCopy] = []
+
+        def jobs() -> Iterator[CopyTask]:
+            for file in self.files:
+                if file.path in missing:
+                    copies.append(FileCopy(self.reader, self.journal, file, self._gathered.get(file.path), self._copies))
+                    yield from copies[-1].jobs()
+
+        try:
+            for count in imap_unordered(jobs(), threads, "ckpt-cp"):
+                meter.add(count)
+        finally:
+            for copy in copies:
+                copy.abort()  # does nothing to those that are committed
+            self.uncompared_bytes = self._copies.bytes
         return missing
 
     def _begin(self) -> dict[str, int]:
@@ -323,23 +336,6 @@ class Transfer:
             if path in missing:
                 self.journal.write(path, data)
                 meter.add(len(data))
-
-    def _copy_data(self, missing: set[str], threads: int, meter: _Meter) -> None:
-        copies: list[FileCopy] = []
-
-        def jobs() -> Iterator[CopyTask]:
-            for file in self.files:
-                if file.path in missing:
-                    copies.append(FileCopy(self.reader, self.journal, file, self._gathered.get(file.path), self._copies))
-                    yield from copies[-1].jobs()
-
-        try:
-            for count in imap_unordered(jobs(), threads, "ckpt-cp"):
-                meter.add(count)
-        finally:
-            for copy in copies:
-                copy.abort()  # does nothing to those that are committed
-            self.uncompared_bytes = self._copies.bytes
 
     # ---- the end
 

@@ -34,7 +34,7 @@ from ckpt.errors import (
 )
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import close_when_forked, interface_addresses, is_loopback
-from ckpt.net.wire import Channel, Either, Kind, checked, dial, is_count, is_seconds, receive, send
+from ckpt.net.wire import Channel, dial, receive, record, send
 from ckpt.nodes.memory_connection import check_private, write_private
 from ckpt.text import address_text
 
@@ -283,24 +283,6 @@ def _path(address: str) -> Path:
 
 # What a source says of itself: versions, and which sink has which.
 
-_VERSION = {"step": is_count, "digest": str, "bytes": is_count, "ranks": is_count, "age": is_seconds, "taken_by": [str]}
-_SINK = {
-    "sink": str,
-    "ranks": is_count,
-    "state": str,
-    "lost_ranks": [is_count],
-    "step": Either(is_count, None),
-    "relays": bool,
-    "late": bool,
-    "seconds": Either(is_seconds, None),
-    "took": [(str, is_count, is_seconds)],
-    "took_from": {str: is_count},
-    "dense": {str: is_count},
-    "error": Either(str, None),
-}
-STATUS: Kind = {"run": str, "versions": [_VERSION], "sinks": [_SINK], "lost_ranks": [is_count]}
-"""What the leader of a source answers (``VersionRegistry.status``)."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class VersionStatus:
@@ -353,15 +335,7 @@ class SourceStatus:
         """Raises:
         FormatError: it is something else.
         """
-        checked(data, STATUS, "status", address)
-        versions = tuple(
-            VersionStatus(**{name: v[name] for name in _VERSION} | {"taken_by": tuple(v["taken_by"])}) for v in data["versions"]
-        )
-        sinks = tuple(
-            SinkStatus(**{name: s[name] for name in _SINK} | {"took": tuple(map(tuple, s["took"])), "lost_ranks": tuple(s["lost_ranks"])})
-            for s in data["sinks"]
-        )
-        return cls(address=address, run=data["run"], versions=versions, sinks=sinks, lost_ranks=tuple(data["lost_ranks"]))
+        return record(cls, {**data, "address": address} if isinstance(data, dict) else data, "status", address)
 
     def of_step(self, step: int) -> SourceStatus:
         """The same of one version.

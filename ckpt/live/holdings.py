@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from ckpt import settings
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
 from ckpt.errors import FormatError, NotFoundError, UsageError
 from ckpt.io_backends.protocol import Backend
-from ckpt.net.wire import Kind, checked, is_count, is_hex
+from ckpt.net.wire import Kind, encoded, is_hex, kind_of, record
 from ckpt.plan.layout.geometry import Box, IntArray
 from ckpt.plan.layout.tensor_layout import TensorLayout
 from ckpt.plan.ownership import TensorSpec
@@ -97,20 +97,28 @@ class Holdings:
             raise _not_here(f"{box.numel * tensor.itemsize} bytes in {box} of tensor number {number}, not {nbytes}")
         return number, box
 
-    def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
-        """The bytes of a piece as views, in order: of this rank's memory where long boxes lie in it as they are asked for and it is sealed,
-        and of ``out``, into which everything else is packed."""
-        length = requests.places(piece)[1]
-        views: list[memoryview] = []
-        packed = 0
+    def boxes(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of each box of a piece: in this rank's memory where long ones lie in it as they are asked for and it is sealed, and in
+        ``out``, into which all others are packed, each at its place."""
+        boxes: list[memoryview] = []
         for request, start, stop in requests.spans(piece):
             number, box = self._asked(requests, request, stop - start)
             view = self._in_place(number, box) if self.is_sealed and stop - start >= settings.WORTH_A_CALL else None
             if view is None:
-                self.gather(number, box, out[start:stop])
-                continue
-            views += [out[packed:start], view] if start > packed else [view]
-            packed = stop
+                view = out[start:stop]
+                self.gather(number, box, view)
+            boxes.append(view)
+        return boxes
+
+    def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of a piece as views, in order; its ``boxes``, and what lies between them."""
+        length = requests.places(piece)[1]
+        views: list[memoryview] = []
+        packed = 0
+        for (_, start, stop), view in zip(requests.spans(piece), self.boxes(requests, piece, out), strict=True):
+            if view.obj is not out.obj:
+                views += [out[packed:start], view] if start > packed else [view]
+                packed = stop
         return [*views, out[packed:length]] if length > packed else views
 
     def _in_place(self, number: int, box: Box) -> memoryview | None:
@@ -244,17 +252,7 @@ class LiveCatalog(CatalogDefaults):
 # Versions of a live state, and the manifest that says what one consists of. JSON, nothing is unpickled.
 
 _WHAT = "version of a live state"
-VERSION = {"run": is_hex, "step": is_count, "digest": is_hex}
-_MANIFEST: Kind = {
-    "run": is_hex,
-    "step": is_count,
-    "number": is_count,
-    "ranks": [is_count],
-    "state": is_hex,
-    "tables": [(is_hex, [is_count])],
-    "own": [(is_count, is_hex)],
-    "segments": [(is_count, is_count, is_hex)],
-}
+Hex = Annotated[str, is_hex]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -262,23 +260,24 @@ class Version:
     """A published state: the ``run`` of its source, a random number in hex; the ``step`` that the trainer gave it; the ``digest`` of its
     manifest, which covers every byte of it."""
 
-    run: str
+    run: Hex
     step: int
-    digest: str
+    digest: Hex
 
     def __str__(self) -> str:
         return f"step {self.step} of run {self.run}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"run": self.run, "step": self.step, "digest": self.digest}
+        made: dict[str, Any] = encoded(self)
+        return made
 
     @classmethod
     def from_json(cls, data: Any) -> Version:
-        """Raises:
-        FormatError: it is no version.
-        """
-        checked(data, VERSION, _WHAT, None)
-        return cls(**{name: data[name] for name in VERSION})
+        """FormatError if it is no version."""
+        return record(cls, data, _WHAT, None)
+
+
+VERSION: Kind = kind_of(Version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +285,7 @@ class SegmentDigest:
     """What one rank has of a version: bytes of its boxes, and the digest of the digests of their blocks."""
 
     nbytes: int
-    digest: str
+    digest: Hex
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,45 +293,26 @@ class Manifest:
     """All that a version consists of. Tables, values and the values of single ranks go by the XXH3-128 of their bytes, since most are as
     they were in the version before: ``tables`` with the ranks that have each, ``own`` by rank. ``number`` counts the versions of a run."""
 
-    run: str
+    run: Hex
     step: int
     number: int
     ranks: tuple[int, ...]
-    tables: tuple[tuple[str, tuple[int, ...]], ...]
-    state: str
-    own: Mapping[int, str]
+    tables: tuple[tuple[Hex, tuple[int, ...]], ...]
+    state: Hex
+    own: Mapping[int, Hex]
     segments: Mapping[int, SegmentDigest]
 
     def to_bytes(self) -> bytes:
         """Equal for equal manifests."""
-        data = {
-            "run": self.run,
-            "step": self.step,
-            "number": self.number,
-            "ranks": self.ranks,
-            "tables": self.tables,
-            "state": self.state,
-            "own": sorted(self.own.items()),
-            "segments": [[rank, s.nbytes, s.digest] for rank, s in sorted(self.segments.items())],
-        }
-        return json.dumps(data, separators=(",", ":")).encode()
+        return json.dumps(encoded(self), separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Manifest:
-        """Raises:
-        FormatError: it is no manifest.
-        """
+        """FormatError if it is no manifest."""
         try:
-            raw = checked(parse_json(data), _MANIFEST, _WHAT, None)
+            return record(cls, parse_json(data), _WHAT, None)
         except ValueError as err:
             raise _malformed(err) from err
-        return cls(
-            **{name: raw[name] for name in ("run", "step", "number", "state")},
-            ranks=tuple(raw["ranks"]),
-            tables=tuple((digest, tuple(ranks)) for digest, ranks in raw["tables"]),
-            own=dict(raw["own"]),
-            segments={rank: SegmentDigest(nbytes=nbytes, digest=digest) for rank, nbytes, digest in raw["segments"]},
-        )
 
     @property
     def name(self) -> str:

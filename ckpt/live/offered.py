@@ -19,13 +19,13 @@ from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, For
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.shared_memory import machine
-from ckpt.net.wire import ADDRESSES, Either, Kind, checked, is_count, is_hex
+from ckpt.net.wire import ADDRESSES, Either, Kind, checked, decoded, is_count, is_hex, kind_of
 from ckpt.plan.tables import ranks_text
 from ckpt.text import parse_json
 
 from .control import ControlClient, SinkSecret, split_address
 from .holdings import VERSION, Manifest, Version, digest_of_blob
-from .relay import RELAY, RelayHolders, RelayOffer
+from .relay import RelayHolders, RelayOffer
 
 # What the leader of a sink asks the leader of the source, and tells it.
 
@@ -48,8 +48,7 @@ _HOLDER: Kind = {
     "delta": bool,
 }
 NEWEST: Kind = Either(
-    {"version": None, "lost": [is_count]},
-    {"version": VERSION, "holders": [_HOLDER], "relays": [RELAY | {"sink": str}], "kept": [str]},
+    {"version": None, "lost": [is_count]}, {"version": VERSION, "holders": [_HOLDER], "relays": [kind_of(RelayOffer)], "kept": [str]}
 )
 """The answer to the question for the newest version."""
 
@@ -213,10 +212,7 @@ def find_newest(
 ) -> OfferedVersion:
     """The newest version; collective. ``known``: what the last version that all ranks have taken refers to. ``end``, ``base``: as for
     ``SourceConnection.newest``."""
-    row: Row = {
-        "after": None if newer_than is None else newer_than.to_json(),
-        "blobs": digest_of_blob("".join(sorted(known)).encode()),
-    }
+    row: Row = {"after": None if newer_than is None else newer_than.to_json(), "blobs": digest_of_blob("".join(sorted(known)).encode())}
     with call.phase("find"):
         if call.is_leader:
             answer, data, new = _ask(source, known, newer_than, end, base, call.check_failures)
@@ -275,6 +271,6 @@ def _version_of(data: bytes, blobs: Mapping[str, bytes], holders: Row, where: st
         manifest=manifest,
         blobs={digest: blobs[digest] for digest in manifest.blobs()},
         holders=by_rank,
-        relays=RelayHolders(ranks=by_rank, offers=[RelayOffer.of(row) for row in holders["relays"]]),
+        relays=RelayHolders(ranks=by_rank, offers=[decoded(RelayOffer, row) for row in holders["relays"]]),
         kept=frozenset(holders["kept"]),
     )

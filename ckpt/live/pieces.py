@@ -21,7 +21,7 @@ import json
 import struct
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -205,23 +205,21 @@ class PieceComparer:
         """What makes the new version of a piece of the base; or the parcel of the piece itself, if that is no longer, or the base lacks
         some of it."""
         with self._memory.lent() as view:
-            after, before = view[:MOST_PIECE], view[MOST_PIECE:]
-            length = new.pack(requests, piece, after)
+            after = new.boxes(requests, piece, view[:MOST_PIECE])
             try:
-                base.pack(requests, piece, before)
+                before = base.boxes(requests, piece, view[MOST_PIECE:])
             except CkptError:  # it has other tensors, or its memory is damaged: the new version is not
                 return WHOLE_OTHER_BASE
-            changes = _encoded(before, after, requests, piece, length)
+            itemsizes = [len(box) // int(requests.shapes[row].prod()) for row, box in zip(requests.pieces[piece], after, strict=True)]
+            changes = _encoded(before, after, itemsizes, requests.places(piece)[1])
             return WHOLE_NO_SHORTER if changes is None else changes
 
 
-def _encoded(before: memoryview, after: memoryview, requests: RequestList, piece: int, length: int) -> bytes | None:
-    spans = requests.spans(piece)
-    parts = [RESULT.pack(_result_digest(after, spans))]
+def _encoded(before: Sequence[memoryview], after: Sequence[memoryview], itemsizes: Sequence[int], length: int) -> bytes | None:
+    parts = [RESULT.pack(_result_digest(after))]
     changed, size = False, RESULT.size
-    for row, start, stop in spans:
-        itemsize = (stop - start) // int(requests.shapes[row].prod())
-        packed = pack(encode_run(before[start:stop], after[start:stop], itemsize))
+    for old, new, itemsize in zip(before, after, itemsizes, strict=True):
+        packed = pack(encode_run(old, new, itemsize))
         changed = changed or bool(packed)
         parts += [_BOX.pack(len(packed), itemsize), packed]
         size += _BOX.size + len(packed)
@@ -249,13 +247,13 @@ def apply_changes(data: memoryview, into: memoryview, requests: RequestList, pie
         at += length
     if at != len(data):
         raise FormatError("changes of a piece with bytes after them", where=where)
-    made: int = _result_digest(into, spans)
+    made: int = _result_digest([into[start:stop] for _, start, stop in spans])
     return made == int(result)
 
 
-def _result_digest(view: memoryview, spans: Sequence[tuple[int, int, int]]) -> int:
+def _result_digest(boxes: Iterable[memoryview]) -> int:
     """Of the boxes alone: what lies between them is nobody's."""
     digest = xxhash.xxh3_64()
-    for _, start, stop in spans:
-        digest.update(view[start:stop])
+    for box in boxes:
+        digest.update(box)
     return digest.intdigest()

@@ -263,7 +263,6 @@ def _naming(holder: Holder) -> Iterator[None]:
 
 # From several holders at once.
 
-log = logging.getLogger("ckpt")
 
 REPLACED = (GroupError, NotFoundError, CorruptError)
 """Errors of one holder, after which another one may have the bytes."""

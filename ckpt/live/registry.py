@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.errors import FormatError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.wire import check, is_count, is_seconds
+from ckpt.net.wire import check, encoded, is_count, is_seconds
 
-from .control import Answer
+from .control import Answer, SinkStatus, VersionStatus
 from .holdings import Manifest, Version
 from .relay import RELAY
 
@@ -39,6 +39,17 @@ class CompleteVersion:
     holders: Sequence[Row]
     sealed: float
     """Seconds since the epoch."""
+
+    def status(self, sinks: Iterable[SinkRecord], now: float) -> VersionStatus:
+        digest, segments = self.version.digest, self.manifest.segments
+        return VersionStatus(
+            step=self.version.step,
+            digest=digest,
+            bytes=sum(s.nbytes for s in segments.values()),
+            ranks=len(segments),
+            age=round(now - self.sealed, 3),
+            taken_by=tuple(s.name for s in sinks if digest in s.took),
+        )
 
 
 @dataclass(eq=False)
@@ -74,23 +85,22 @@ class SinkRecord:
             return "left"
         return "lost" if self.lost or self.lost_ranks else "taking" if self.taking else "waiting"
 
-    def status(self, newest: Version | None, now: float) -> Row:
-        """For ``control.SinkStatus``."""
+    def status(self, newest: Version | None, now: float) -> SinkStatus:
         last: Row = next(reversed(self.took.values()), {"took_from": {}, "dense": {}})
-        return {
-            "sink": self.name,
-            "ranks": self.ranks,
-            "state": self.state,
-            "lost_ranks": sorted(self.lost_ranks),
-            "step": None if self.has is None else self.has.step,
-            "relays": bool(self.relays) and not (self.lost or self.left),
-            "late": not self.left and newest is not None and self.has != newest,
-            "seconds": None if self.taking is None else round(now - self.since, 3),
-            "took": [(digest, row["bytes"], row["seconds"]) for digest, row in self.took.items()],
-            "took_from": last["took_from"],
-            "dense": last["dense"],
-            "error": self.error,
-        }
+        return SinkStatus(
+            sink=self.name,
+            ranks=self.ranks,
+            state=self.state,
+            lost_ranks=tuple(sorted(self.lost_ranks)),
+            step=None if self.has is None else self.has.step,
+            relays=bool(self.relays) and not (self.lost or self.left),
+            late=not self.left and newest is not None and self.has != newest,
+            seconds=None if self.taking is None else round(now - self.since, 3),
+            took=tuple((digest, row["bytes"], row["seconds"]) for digest, row in self.took.items()),
+            took_from=last["took_from"],
+            dense=last["dense"],
+            error=self.error,
+        )
 
 
 class VersionRegistry:
@@ -180,7 +190,19 @@ class VersionRegistry:
             if question["relays"] is not None and question["base"] not in self._kept():
                 self._await_turn(sink, self._versions[-1].version.digest, float(question["relays"]))
             newest = self._versions[-1]
-            relays = self._relays(sink, newest.version.digest, question)
+            # Where other sinks pass a version on: the nearest, of these the least used; so many for each set of boxes.
+            given: dict[str, list[SinkRecord]] = {}
+            for each in self._sinks.values():
+                if each is not sink and each.offered == newest.version.digest and each.relays and not (each.lost or each.left):
+                    given.setdefault(str([row["wanted"] for row in each.relays]), []).append(each)
+
+            def distance(other: SinkRecord) -> tuple[bool, bool, int]:
+                return other.relays[0]["machine"] != question["machine"], other.relays[0]["domain"] != question["domain"], other.receivers
+
+            chosen = [each for group in given.values() for each in sorted(group, key=distance)[:MOST_RELAYS]]
+            for each in chosen:
+                each.receivers += 1
+            relays = [{**row, "sink": each.name} for each in chosen for row in each.relays]
             kept = self._kept()
         return {"version": newest.version.to_json(), "holders": list(newest.holders), "relays": relays, "kept": kept}, [newest.data]
 
@@ -198,21 +220,6 @@ class VersionRegistry:
                 break
             self._condition.wait(min(until, end) - now)
         sink.forming, sink.forming_until = digest, now + FORMING
-
-    def _relays(self, sink: SinkRecord, digest: str, question: Row) -> list[Row]:
-        """Where other sinks pass a version on: the nearest, of these the least used; so many for each set of boxes."""
-        given: dict[str, list[SinkRecord]] = {}
-        for each in self._sinks.values():
-            if each is not sink and each.offered == digest and each.relays and not (each.lost or each.left):
-                given.setdefault(str([row["wanted"] for row in each.relays]), []).append(each)
-
-        def distance(other: SinkRecord) -> tuple[bool, bool, int]:
-            return other.relays[0]["machine"] != question["machine"], other.relays[0]["domain"] != question["domain"], other.receivers
-
-        chosen = [each for group in given.values() for each in sorted(group, key=distance)[:MOST_RELAYS]]
-        for each in chosen:
-            each.receivers += 1
-        return [{**row, "sink": each.name} for each in chosen for row in each.relays]
 
     def _offer(self, peer: str, question: Row) -> Answer:
         """A sink says from where others can take the version that it takes."""
@@ -278,16 +285,6 @@ class VersionRegistry:
                 "run": self.run,
                 "name": self._name,
                 "lost_ranks": sorted(self._lost_ranks),
-                "versions": [
-                    {
-                        "step": each.version.step,
-                        "digest": each.version.digest,
-                        "bytes": sum(s.nbytes for s in each.manifest.segments.values()),
-                        "ranks": len(each.manifest.ranks),
-                        "age": round(now - each.sealed, 3),
-                        "taken_by": [s.name for s in self._sinks.values() if each.version.digest in s.took],
-                    }
-                    for each in self._versions
-                ],
-                "sinks": [sink.status(newest, now) for sink in self._sinks.values()],
+                "versions": [encoded(each.status(self._sinks.values(), now)) for each in self._versions],
+                "sinks": [encoded(sink.status(newest, now)) for sink in self._sinks.values()],
             }

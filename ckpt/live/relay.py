@@ -7,6 +7,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated
 
 import xxhash
 
@@ -14,7 +15,7 @@ from ckpt import settings
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.net.channel import Row
 from ckpt.net.shared_memory import machine
-from ckpt.net.wire import ADDRESSES, Either
+from ckpt.net.wire import Kind, is_host, is_port, kind_of
 from ckpt.plan.transfers import RequestList
 
 from .pull import Holder
@@ -99,10 +100,6 @@ class RelayedVersion:
             raise NotFoundError("this relay has gone on to another version", hint="take it from another rank")
 
 
-RELAY = {"at": str, "wanted": str, "machine": str, "domain": Either(str, None), "network": str, "addresses": ADDRESSES}
-"""Where a rank of a sink gives what it takes (``Relay.row``)."""
-
-
 class Relay:
     """Serves what this rank takes: one version at a time, from memory that the engine does not see."""
 
@@ -152,15 +149,13 @@ class RelayOffer:
     at: str
     wanted: str
     machine: str
-    domain: str
+    domain: str | None
     network: str
-    addresses: tuple[tuple[str, int], ...]
+    addresses: tuple[tuple[Annotated[str, is_host], Annotated[int, is_port]], ...]
 
-    @classmethod
-    def of(cls, row: Row) -> RelayOffer:
-        """Of a ``RELAY`` with its ``sink``."""
-        texts = {name: row[name] or "" for name in ("sink", "at", "wanted", "machine", "domain", "network")}
-        return cls(**texts, addresses=tuple((host, port) for host, port in row["addresses"]))
+
+RELAY: Kind = {name: kind for name, kind in kind_of(RelayOffer).items() if name != "sink"}
+"""Where a rank of a sink gives what it takes (``Relay.row``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

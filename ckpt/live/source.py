@@ -205,12 +205,7 @@ class Source:
     # ---- publishing
 
     def publish(
-        self,
-        step: int,
-        *,
-        capture: Literal["lazy", "eager"] = "lazy",
-        again: bool = False,
-        progress: bool | ProgressCallback | None = None,
+        self, step: int, *, capture: Literal["lazy", "eager"] = "lazy", again: bool = False, progress: bool | ProgressCallback | None = None
     ) -> Publication:
         """Make the state the version ``step``. Collective.
 

@@ -55,12 +55,7 @@ class Puller:
     meter: TakeMeter
 
     def pull(
-        self,
-        planned: PlannedTake,
-        plan: TransferPlan,
-        filling: Filling,
-        place: PlaceBoxes,
-        room: Callable[[int], memoryview] | None = None,
+        self, planned: PlannedTake, plan: TransferPlan, filling: Filling, place: PlaceBoxes, room: Callable[[int], memoryview] | None = None
     ) -> Pulled:
         """Take the pieces of a plan, as ``PiecePull.run``; only what changed in them where that can be."""
         if not plan.shares:

@@ -126,14 +126,7 @@ class TakeReport:
 
     @classmethod
     def of(
-        cls,
-        staged: StagedTake,
-        switched: SwitchedTake,
-        *,
-        waited: float,
-        seconds: float,
-        switch: float,
-        spans: SpanTable,
+        cls, staged: StagedTake, switched: SwitchedTake, *, waited: float, seconds: float, switch: float, spans: SpanTable
     ) -> TakeReport:
         """Of a take that has ended."""
         offered, verdict = staged.planned.matched.offered, staged.planned.matched.fit.verdict

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ckpt import settings
 from ckpt.errors import ConsistencyError, DeadlineError, UsageError
@@ -18,7 +18,7 @@ from ckpt.text import parse_json
 
 from .call import Call
 from .channel import Row
-from .group import Group, LaunchedProcesses
+from .group import LaunchedProcesses
 from .store import Store
 
 # The same code runs in every process. Two kinds of work fit behind it:
@@ -98,7 +98,8 @@ class LaunchedWork(DividedWork):
     def __init__(self, processes: LaunchedProcesses) -> None:
         super().__init__(processes.rank, processes.size)
         self._processes = processes
-        self._meeting: _Meeting | None = None
+        self._call: Call | None = None
+        self._store: Store | None = None
         self._told = False
         self._done = (0, 0)
         self._over = threading.Event()
@@ -107,22 +108,21 @@ class LaunchedWork(DividedWork):
         """Meet the other processes."""
         timeout = settings.timeout(None)
         group = self._processes.connect(min(timeout, JOIN))
-        first = group.call(command, url, min(timeout, JOIN))
-        self._meeting = _Meeting(group, first)
+        self._store, self._call = group.store, group.call(command, url, min(timeout, JOIN))
         try:
             self.agree("join", lambda: dict(arguments), _check_equal)
         except DeadlineError as err:
             err.hint = f"start all {self.count} processes, and look whether one died; {self._processes.alone}"
             raise
-        self._meeting = _Meeting(group, group.call(command, url, timeout))
-        self._meeting.call.signer = self._sign
+        self._call = group.call(command, url, timeout)
+        self._call.signer = self._sign
 
     @property
     def call(self) -> Call:
         """The call of all of them that is going on."""
-        if self._meeting is None:
+        if self._call is None:
             raise UsageError("this process has not joined the others")
-        return self._meeting.call
+        return self._call
 
     def agree(self, phase: str, local: Callable[[], Row], on_leader: Callable[[dict[int, Row]], R]) -> R:
         """One phase of the work: see ``Call.map_reduce``."""
@@ -134,7 +134,7 @@ class LaunchedWork(DividedWork):
 
     def fail(self, error: BaseException) -> None:
         """Tell the others of an error that came up between two phases."""
-        if self._meeting is not None and not self._told:
+        if self._call is not None and not self._told:
             self._told = True
             self.call.fail("begin", error)
 
@@ -179,10 +179,6 @@ class LaunchedWork(DividedWork):
 
     # ---- the end
 
-    @property
-    def _store(self) -> Store | None:
-        return None if self._meeting is None else self._meeting.group.store
-
     def end(self, code: int) -> None:
         """On the first process, when it has said all: let the others end, with this exit code. Waits for them if it serves their store."""
         store = self._store
@@ -205,11 +201,6 @@ class LaunchedWork(DividedWork):
                     store.add(_LEFT, 1)
                     return int(code)
         return None
-
-
-class _Meeting(NamedTuple):
-    group: Group
-    call: Call
 
 
 def _looks() -> Iterator[None]:

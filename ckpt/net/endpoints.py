@@ -205,8 +205,7 @@ def _listening(host: str, port: int) -> list[socket.socket]:
 def exhausted(what: str, err: OSError) -> CkptError:
     """The error that says ``what`` cannot be, since there are too many files."""
     return CkptError(
-        f"{what}: {err}",
-        hint="raise the limit of open files (`ulimit -n`), and look what this process has open (/proc/PID/fd)",
+        f"{what}: {err}", hint="raise the limit of open files (`ulimit -n`), and look what this process has open (/proc/PID/fd)"
     )
 
 

@@ -280,7 +280,6 @@ def first_host(nodes: str) -> str:
 # Invariant: no rank saves after a proposed step before it is fixed, so all save after the same one. A rank that has ended its loop
 # answers that it never can, and then nothing more is fixed.
 
-log = logging.getLogger("ckpt")
 
 PAUSE = 0.1
 """Seconds between two looks of a rank into the store, at least."""

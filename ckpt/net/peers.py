@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import xxhash
-
 from ckpt import settings
 from ckpt.concurrency import when_dropped
 from ckpt.errors import CkptError, DeadlineError, GroupError, UsageError
@@ -28,7 +26,7 @@ from .endpoints import listen, network
 from .exchange import Exchange, Port
 from .liveness import Members
 from .store import Store
-from .streams import HELLO, PURPOSE, Feed, Incoming, Inlet, Outgoing, Views, damaged
+from .streams import HELLO, PURPOSE, Feed, Incoming, Inlet, Outgoing, Views, damaged, hash_of
 
 log = logging.getLogger("ckpt")
 
@@ -70,13 +68,13 @@ class Peers:
 
         ``alive`` is called about five times a second; an error of it ends the exchange. May run in any thread.
         """
-        sent = {rank: Views([*views, memoryview(_digest(views))]) for rank, views in outgoing.items()}
+        sent = {rank: Views([*views, memoryview(hash_of(views).digest())]) for rank, views in outgoing.items()}
         digests = {rank: memoryview(bytearray(DIGEST_BYTES)) for rank in incoming}
         taken = {rank: Views([*views, digests[rank]]) for rank, views in incoming.items()}
 
         def check() -> None:
             for rank, views in incoming.items():
-                if _digest(views) != bytes(digests[rank]):
+                if hash_of(views).digest() != bytes(digests[rank]):
                     raise damaged(f"rank {rank}")
 
         self._run(sent, taken, alive, lambda move: None, check)
@@ -118,7 +116,16 @@ class Peers:
                 exchange.run()
                 check()
             except BaseException as err:
-                self._break(err)  # before connections close: the others look here why they did
+                # before connections close: the others look here why they did
+                self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
+                if self._store is not None:
+                    where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
+                    report = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
+                    try:
+                        for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
+                            self._leave(f"failed/{name}", self._port.failure or report)
+                    except DeadlineError as lost:
+                        log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
                 raise
             finally:
                 if exchange is not None:
@@ -136,17 +143,6 @@ class Peers:
                 self._port.close()
             finally:
                 self._busy.release()
-
-    def _break(self, err: BaseException) -> None:
-        self._broken = err.message if isinstance(err, CkptError) else f"{type(err).__name__}: {err}"
-        if self._store is not None:
-            where, hint = (err.where, err.hint) if isinstance(err, CkptError) else (None, None)
-            report = {"rank": self._port.rank, "type": type(err).__name__, "message": self._broken, "where": where, "hint": hint}
-            try:
-                for name in (f"{self._port.rank}", "any"):  # who looks for this rank, and who waits without a connection to it
-                    self._leave(f"failed/{name}", self._port.failure or report)
-            except DeadlineError as lost:
-                log.warning("an exchange failed, and the other ranks could not be told: %s", lost)
 
     # ---- what ranks leave in the store
 
@@ -190,14 +186,6 @@ class Peers:
 
 
 DIGEST_BYTES = 8
-
-
-def _digest(views: Sequence[memoryview]) -> bytes:
-    """XXH3-64 of a stream, sent at its end: TCP's own checksum misses one damaged segment in some ten thousand."""
-    digest = xxhash.xxh3_64()
-    for view in views:
-        digest.update(view)
-    return digest.digest()
 
 
 _peers: WeakKeyDictionary[Members, Peers] = WeakKeyDictionary()

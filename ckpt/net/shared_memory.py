@@ -18,8 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,12 +106,11 @@ _HEADER = 64
 """Bytes of the token and of what aligns what follows: a generation for each slot, and a mark for each slot and reader."""
 _GENERATION = np.dtype(np.uint32)
 _NAME = "ckpt-pool"
-_ANNOUNCEMENT = struct.Struct(f"!IIIIQ{TOKEN_BYTES}s")
+_ANNOUNCEMENT = struct.Struct(f"!IIIQI{TOKEN_BYTES}s")
 ANNOUNCEMENT_BYTES = _ANNOUNCEMENT.size
 
 
-@dataclass(frozen=True, kw_only=True)
-class Announcement:
+class Announcement(NamedTuple):
     """Where the memory of a pool is: process, number of the file there; its slots, bytes of each, and readers; the token that it begins
     with."""
 
@@ -121,13 +120,12 @@ class Announcement:
     token: bytes
 
     def pack(self) -> bytes:
-        slots, size, readers = self.shape
-        return _ANNOUNCEMENT.pack(self.pid, self.file, slots, readers, size, self.token)
+        return _ANNOUNCEMENT.pack(self.pid, self.file, *self.shape, self.token)
 
     @classmethod
     def unpack(cls, data: bytes) -> Announcement:
-        pid, file, slots, readers, size, token = _ANNOUNCEMENT.unpack(data)
-        return cls(pid=pid, file=file, shape=(slots, size, readers), token=token)
+        pid, file, *shape, token = _ANNOUNCEMENT.unpack(data)
+        return cls(pid, file, (shape[0], shape[1], shape[2]), token)
 
 
 class BrokenPoolError(Exception):
@@ -163,7 +161,7 @@ class SlotPool:
 
     def announcement(self) -> Announcement:
         """For other processes of this machine, if the pool is shared."""
-        return Announcement(pid=os.getpid(), file=self.file, shape=self.shape, token=self.token)
+        return Announcement(os.getpid(), self.file, self.shape, self.token)
 
     def take(self, wait: Callable[[], None]) -> int:
         """A free slot, the caller's until :meth:`release`. While there is none, ``wait`` is called, which is to take ``PAUSE``."""

@@ -131,7 +131,11 @@ def cloned(store: Any, port: int | None, sockets: list[socket.socket]) -> Any:
         with suppress(OSError):  # another thread's, which is closed again
             sock = _socket_of(descriptor)
             if _leads_to(sock, port):
-                _keep_alive(sock)
+                # Have the kernel find out that the other end is gone.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)
                 sockets.append(sock)
             else:
                 sock.close()
@@ -161,14 +165,6 @@ def _leads_to(sock: socket.socket, port: int | None) -> bool:
     with suppress(OSError):  # it is not connected
         return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getpeername()[1] == port
     return False
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Have the kernel find out that the other end is gone."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST * 1000)
 
 
 # The key-value store of a job (``torch.distributed.Store``), on a connection whose calls all have a deadline; a part of it for each group.

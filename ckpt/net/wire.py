@@ -23,14 +23,17 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
 from ckpt.text import address_text, parse_object, printable
 
 from .endpoints import from_here, prepare, receive_exactly
 
+T = TypeVar("T")
 Address = tuple[str, int]
 
 PROTOCOL = 1
@@ -447,3 +450,63 @@ def is_port(value: object) -> bool:
 
 ADDRESSES: Kind = [(is_host, is_port)]
 """Where a process listens."""
+
+
+# Values that messages and small files have, by the types of their fields: a dataclass or a NamedTuple is an object, a tuple a list.
+
+
+@cache
+def _hints(record: Any) -> dict[str, Any] | None:
+    """The types of the fields of a dataclass or a NamedTuple; None for any other type."""
+    return get_type_hints(record, include_extras=True) if is_dataclass(record) or hasattr(record, "_fields") else None
+
+
+def kind_of(hint: Any) -> Kind:
+    """The kind of what :func:`encoded` makes of a value of this type; that of ``Annotated[str, is_hex]`` is ``is_hex``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return arguments[1]
+    if origin in (Union, UnionType):
+        return Either(*map(kind_of, arguments))
+    if origin is Literal:
+        return lambda value: value in arguments
+    if origin is tuple:
+        return [kind_of(arguments[0])] if arguments[-1] is ... else tuple(map(kind_of, arguments))
+    if origin is Mapping:
+        return {str: kind_of(arguments[1])}
+    if isinstance(hint, type) and (hints := _hints(hint)) is not None:
+        return {name: kind_of(each) for name, each in hints.items()}
+    kinds: dict[Any, Kind] = {int: is_count, float: is_seconds, NoneType: None}
+    return kinds.get(hint, hint)
+
+
+def encoded(value: Any) -> Any:
+    """As JSON. Equal for equal values: mappings by numbers in their order."""
+    kind: Any = type(value)
+    if (hints := _hints(kind)) is not None:
+        return {name: encoded(getattr(value, name)) for name in hints}
+    if isinstance(value, Mapping):
+        return {key: encoded(each) for key, each in (sorted(value.items()) if all(type(key) is int for key in value) else value.items())}
+    return [*map(encoded, value)] if isinstance(value, tuple | list) else value
+
+
+def decoded(hint: Any, value: Any) -> Any:
+    """The value of this type that :func:`encoded` made something of its kind of."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return None if value is None else decoded(arguments[0], value)
+    if origin is tuple:
+        each = arguments[:1] * len(value) if arguments[-1] is ... else arguments
+        return tuple(map(decoded, each, value))
+    if origin is Mapping:
+        return {arguments[0](key): decoded(arguments[1], each) for key, each in value.items()}
+    if isinstance(hint, type) and (hints := _hints(hint)) is not None:
+        return hint(**{name: decoded(each, value[name]) for name, each in hints.items()})
+    return value
+
+
+def record(cls: type[T], message: Any, what: str, where: str | None) -> T:
+    """A message that is a ``cls``, whatever else it has; ``what`` it should be. FormatError if it is none."""
+    hint: Any = cls
+    made: T = decoded(hint, checked(message, kind_of(hint), what, where))
+    return made

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
+from pathlib import Path
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, put_conflict
 from ckpt.io_backends.protocol import Backend, IOHints, LentMemory, ObjectMeta, Writer
-from ckpt.io_backends.writer_base import WriterBase
+from ckpt.io_backends.writer_base import GatheringWriter
 
 from .nodes import FilePlace, NodeReader, NodeSet
 
@@ -132,9 +132,28 @@ class SpreadBackend(Backend):
         """See ``Backend.create``. Index files are made on every node; those of data on this one."""
         check_path(path)
         check_size(size, f"{self.url}/{path}")
-        if is_on_every_node(path):
-            return _WriterOnEveryNode(self, path, size, [partial(self.node, n) for n in range(len(self._nodes.nodes))])
-        return self.node(self._nodes.own).create(path, size)
+        if not is_on_every_node(path):
+            return self.node(self._nodes.own).create(path, size)
+        where = f"{self.url}/{path}"
+        with suppress(NotFoundError):
+            self.size(path)
+            raise name_taken(where)
+        made: list[Backend] = []
+
+        def send(content: bytes | Path) -> None:
+            assert isinstance(content, bytes)
+            for node in [self.node(n) for n in range(len(self._nodes.nodes))]:
+                with node.create(path, size) as writer:
+                    writer.write(0, [content])
+                    writer.commit()
+                made.append(node)
+
+        def remove() -> None:
+            for node in made:
+                with suppress(CkptError):
+                    node.delete(path)
+
+        return GatheringWriter(where=where, size=size, send=send, remove=remove)
 
     def lend(self, size: int) -> LentMemory | None:
         """See ``Backend.lend``: this node's."""
@@ -197,37 +216,6 @@ class SpreadBackend(Backend):
             return self.node(self._nodes.own).modified(path)
         self.size(path)
         return None
-
-
-class _WriterOnEveryNode(WriterBase):
-    """A small file, kept in memory until it is committed, and then made on every node."""
-
-    def __init__(self, backend: SpreadBackend, path: str, size: int, nodes: list[Callable[[], Backend]]) -> None:
-        super().__init__(where=f"{backend.url}/{path}", size=size)
-        with suppress(NotFoundError):
-            backend.size(path)
-            raise name_taken(self._where)
-        self._path = path
-        self._nodes = nodes
-        self._made: list[Backend] = []
-        self._content = bytearray(size)
-
-    def _put(self, offset: int, views: list[memoryview]) -> None:
-        for view in views:
-            self._content[offset : offset + view.nbytes] = view
-            offset += view.nbytes
-
-    def _make_durable(self) -> None:
-        for node in [opened() for opened in self._nodes]:
-            with node.create(self._path, self._size) as writer:
-                writer.write(0, [memoryview(self._content)])
-                writer.commit()
-            self._made.append(node)
-
-    def _discard(self, *, tried: bool) -> None:
-        for node in self._made:
-            with suppress(CkptError):
-                node.delete(self._path)
 
 
 def _id(data: bytes) -> str:

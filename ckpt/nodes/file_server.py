@@ -27,8 +27,8 @@ from ckpt.errors import (
     error_from_json,
     error_to_json,
 )
-from ckpt.io_backends.checks import SharedObject, byte_view, check_path, check_prefix, check_read, check_size
-from ckpt.io_backends.protocol import Backend, ObjectMeta, Writer
+from ckpt.io_backends.checks import byte_view, check_path, check_prefix, check_read, check_size
+from ckpt.io_backends.protocol import Backend, ObjectMeta, SharedObject, Writer
 from ckpt.io_backends.writer_base import WriterBase
 from ckpt.net import wire
 from ckpt.net.connections import ConnectionServer
@@ -241,7 +241,7 @@ class ArrivingFile:
             self._writer = self._backend.create(path, size)
 
     def write(self, offset: int, data: Data) -> None:
-        self._open().write(offset, [memoryview(data)])
+        (self._shared if self._shared is not None else self._open_writer()).write(offset, [memoryview(data)])
 
     def commit(self) -> None:
         if self._shared is not None:
@@ -257,9 +257,6 @@ class ArrivingFile:
             if self._writer is not None:
                 self._writer.abort()
         self._shared = self._writer = None
-
-    def _open(self) -> SharedObject | Writer:
-        return self._shared if self._shared is not None else self._open_writer()
 
     def _open_writer(self) -> Writer:
         if self._writer is None:

@@ -26,18 +26,7 @@ from ckpt.net.shared_memory import populate, protect, whole_pages
 from ckpt.text import address_text
 
 from . import memory_connection as place
-from .memory_connection import (
-    TIMEOUT,
-    DaemonConnection,
-    MemoryObject,
-    Message,
-    OpenObject,
-    gone,
-    receive,
-    send,
-    start_daemon,
-    try_to_connect,
-)
+from .memory_connection import DaemonConnection, MemoryObject
 from .memory_remote import split_host
 
 # What this process maps of the files that it fills: kept from one object to the next, since a new mapping costs a fault for each page.
@@ -234,13 +223,13 @@ def end_daemon(folder: Path) -> None:
     """End the daemon of a folder, of whatever release; its memory is lost."""
     place.check_private(folder)
     try:
-        with place.connect_socket(folder, TIMEOUT) as sock:
-            send(sock, {"ask": "stop"})
-            receive(sock)
+        with place.connect_socket(folder, place.TIMEOUT) as sock:
+            place.send(sock, {"ask": "stop"})
+            place.receive(sock)
     except (FileNotFoundError, ConnectionRefusedError) as err:
         raise NotFoundError("no memory daemon runs", where=str(folder)) from err
     except OSError as err:
-        raise gone(folder, str(err)) from err
+        raise place.gone(folder, str(err)) from err
     _await_end(folder)
 
 
@@ -267,27 +256,24 @@ class MemoryClient:
             self._connection.close()
             self._connection = None
         if self._connection is None:
-            self._connection = self._connected(start=start)
-        return self._connection
-
-    def _connected(self, *, start: bool) -> DaemonConnection:
-        connection = self._try_to_connect()
-        if connection is None and start:
-            start_daemon(self.folder)
             connection = self._try_to_connect()
-        if connection is None:
-            raise NotFoundError(
-                "no memory daemon runs",
-                where=str(self.folder),
-                hint="it starts with the first save to memory://, or by `ckpt memory serve`; inprocess:// is this process alone",
-            )
-        self._mappings.clear()  # of another daemon, perhaps
-        self._idle.clear()
-        return connection
+            if connection is None and start:
+                place.start_daemon(self.folder)
+                connection = self._try_to_connect()
+            if connection is None:
+                raise NotFoundError(
+                    "no memory daemon runs",
+                    where=str(self.folder),
+                    hint="it starts with the first save to memory://, or by `ckpt memory serve`; inprocess:// is this process alone",
+                )
+            self._mappings.clear()  # of another daemon, perhaps
+            self._idle.clear()
+            self._connection = connection
+        return self._connection
 
     def _try_to_connect(self) -> DaemonConnection | None:
         with self._noting_silence():
-            return try_to_connect(self.folder, _SILENT_SECONDS if self._silent else TIMEOUT)
+            return place.try_to_connect(self.folder, _SILENT_SECONDS if self._silent else place.TIMEOUT)
 
     @contextmanager
     def _noting_silence(self) -> Iterator[None]:
@@ -299,7 +285,7 @@ class MemoryClient:
             raise
         self._silent = False
 
-    def _ask(self, question: Message) -> tuple[Message, Sequence[int]]:
+    def _ask(self, question: place.Message) -> tuple[place.Message, Sequence[int]]:
         with self._lock:
             connection = self._reached(start=False)
             with self._noting_silence():
@@ -316,7 +302,7 @@ class MemoryClient:
         """Memory for an object of ``size`` bytes."""
         connection = self._idle.take_open() or self._try_to_connect()
         if connection is None:
-            raise gone(self.folder, "nobody listens")
+            raise place.gone(self.folder, "nobody listens")
         try:
             with self._noting_silence():
                 return Loan(connection, size, self._mappings, self._idle)
@@ -334,10 +320,10 @@ class MemoryClient:
         }
         return MemoryObject.of(self._ask(question)[0]["object"])
 
-    def get(self, path: str) -> OpenObject:
+    def get(self, path: str) -> place.OpenObject:
         """An object, to be read."""
         answer, files = self._ask({"ask": "get", "path": path})
-        return OpenObject(MemoryObject.of(answer["object"]), files[0])
+        return place.OpenObject(MemoryObject.of(answer["object"]), files[0])
 
     def stat(self, path: str) -> MemoryObject:
         return MemoryObject.of(self._ask({"ask": "stat", "path": path})[0]["object"])
@@ -371,7 +357,7 @@ class MemoryClient:
 
     # ---- the daemon itself
 
-    def status(self) -> Message:
+    def status(self) -> place.Message:
         """What it holds, in bytes, and who it is."""
         return self._ask({"ask": "status"})[0]
 
@@ -380,7 +366,7 @@ class MemoryClient:
         end_daemon(self.folder)
 
 
-def _await_end(folder: Path, timeout: float = TIMEOUT) -> None:
+def _await_end(folder: Path, timeout: float = place.TIMEOUT) -> None:
     """Wait until the daemon of a folder has let go of its lock."""
     lock, end = place.open_lock(folder), time.monotonic() + timeout
     try:

@@ -29,7 +29,6 @@ from ckpt import settings
 from ckpt.concurrency import patience, when_dropped
 from ckpt.errors import AccessError, CkptError, FormatError, StorageError, UsageError, error_from_json
 from ckpt.net.endpoints import EXHAUSTED, close_when_forked, exhausted
-from ckpt.net.wire import is_count, is_seconds
 from ckpt.text import parse_object
 from ckpt.units import parse_size
 
@@ -101,9 +100,6 @@ def close_all(files: Sequence[int]) -> None:
 
 # What the daemon says of an object, and where its files are.
 
-ROW = (str, is_count, lambda unused: True, str, is_seconds)
-"""What :meth:`MemoryObject.row` gives (``ckpt.net.wire``)."""
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class MemoryObject:
@@ -173,9 +169,7 @@ def check_private(path: Path, hint: str = "remove it, or choose another one, and
     seen = path.lstat()
     if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
         raise AccessError(
-            f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})",
-            where=str(path),
-            hint=hint,
+            f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})", where=str(path), hint=hint
         )
 
 

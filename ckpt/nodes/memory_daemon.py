@@ -56,14 +56,7 @@ class MemoryDaemon:
     """Serves ``store`` at the socket of ``folder``, which it listens at already."""
 
     def __init__(
-        self,
-        folder: Path,
-        listening: socket.socket,
-        store: MemoryStore,
-        *,
-        secret: str,
-        idle: float,
-        server: NodeServer | None,
+        self, folder: Path, listening: socket.socket, store: MemoryStore, *, secret: str, idle: float, server: NodeServer | None
     ) -> None:
         """``server``: for other machines, if it listens for them yet."""
         self._folder = folder
@@ -97,19 +90,13 @@ class MemoryDaemon:
             if time.monotonic() - ticked > _TICK:
                 ticked = time.monotonic()
                 self._store.tend()
-                self._look_whether_to_go_on()
-        self._end()
-
-    def _look_whether_to_go_on(self) -> None:
-        if self._connections or self._server:
-            self._used = time.monotonic()
-        if not place.is_ours(self._folder, self._inode) and not self._connections:
-            log.warning("the memory daemon ends: its folder is gone, and nobody can reach it")
-            self._ending = True
-        elif self._store.is_empty() and time.monotonic() - self._used > self._idle:
-            self._ending = True
-
-    def _end(self) -> None:
+                if self._connections or self._server:
+                    self._used = time.monotonic()
+                if not place.is_ours(self._folder, self._inode) and not self._connections:
+                    log.warning("the memory daemon ends: its folder is gone, and nobody can reach it")
+                    self._ending = True
+                elif self._store.is_empty() and time.monotonic() - self._used > self._idle:
+                    self._ending = True
         if self._server is not None:
             self._server.close()
         for connection in list(self._connections):
@@ -303,7 +290,6 @@ def _number(path: Path) -> int | None:
 
 START_SECONDS = 30.0
 
-log = logging.getLogger("ckpt")
 _LISTENS = b"1"
 
 

@@ -128,12 +128,6 @@ class ObjectsBackend(Backend):
         below = f"{self._root}/" if self._root else ""
         return iter([ObjectMeta(known.path.removeprefix(below), known.size) for known in self._list(below + check_prefix(prefix))])
 
-    def list_dir(self, prefix: str = "") -> list[str]:
-        directory = check_prefix(prefix).removesuffix("/")
-        start = f"{directory}/" if directory else ""
-        heads = (entry.path.removeprefix(start).partition("/") for entry in self.list_prefix(start))
-        return sorted({name + slash for name, slash, _ in heads})
-
 
 class StoredObjects(ReadOnlyFiles, ObjectsBackend, RangedFiles):
     """What a daemon shows to other machines."""

@@ -155,7 +155,7 @@ class MemoryStore:
             return lent
 
     def _make_room(self, capacity: int) -> None:
-        while (used := self._used()) + capacity > self.budget and (self._freeing or self._spare):
+        while (used := sum(self._by_kind().values())) + capacity > self.budget and (self._freeing or self._spare):
             if not self._freeing:
                 oldest = min(self._spare, key=lambda left: left.since)
                 self._spare.remove(oldest)
@@ -299,9 +299,6 @@ class MemoryStore:
                 self._spare.append(replace(left, since=time.monotonic()))
             else:  # not worth keeping
                 self._freeing.append(left)
-
-    def _used(self) -> int:
-        return sum(self._by_kind().values())
 
     def _by_kind(self) -> Mapping[str, int]:
         return {

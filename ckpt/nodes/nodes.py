@@ -140,8 +140,6 @@ class NodeSet:
 # gave wrong ones; the next read of this range goes to the next place. After the last, the first is asked again, so that real damage is
 # reported.
 
-log = logging.getLogger("ckpt")
-
 
 FilePlace = Backend | ParitySource
 """Where a file is read, or computed."""

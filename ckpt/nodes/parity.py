@@ -186,9 +186,8 @@ class ParitySource:
 
     def size(self, path: str) -> int:
         """Bytes of a file."""
-        save = self._of_save(path)
-        size = save.table.size(path) if save is not None else None
-        if save is None or size is None or save.table.pieces(path, 0, size) is None:
+        save, size = self._of_file(path)
+        if save is None or save.table.pieces(path, 0, size) is None:
             raise self._not_there(path, save)
         return size
 
@@ -204,15 +203,12 @@ class ParitySource:
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         view = byte_view(buffer, writable=True)
-        save = self._of_save(path)
-        size = save.table.size(path) if save is not None else None
-        if save is None or size is None:
-            raise self._not_there(path, save)
-        if offset + len(view) > size:
+        save, size = self._of_file(path)
+        if save is not None and offset + len(view) > size:
             message = f"bytes [{offset}, {offset + len(view)}) were wanted, but it has {size}"
             raise CorruptError(message, where=f"{self._files.url}/{path}", hint="the index and the file do not fit together")
-        pieces = save.table.pieces(path, offset, offset + len(view))
-        if pieces is None:
+        pieces = None if save is None else save.table.pieces(path, offset, offset + len(view))
+        if save is None or pieces is None:
             raise self._not_there(path, save)
         for piece in pieces:
             self._compute(save.paths[piece.layout.name], piece, view[piece.at : piece.at + piece.length])
@@ -220,34 +216,36 @@ class ParitySource:
     def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
         """What was computed is wrong: say which parity file is damaged, if one is."""
         with suppress(CkptError):
-            save = self._of_save(path)
-            size = save.table.size(path) if save is not None else None
-            if save is None or size is None:
-                return
-            for piece in save.table.pieces(path, offset, size if length is None else min(size, offset + length)) or ():
-                self._check(save, piece)
+            save, size = self._of_file(path)
+            end = size if length is None else min(size, offset + length)
+            if save is not None:
+                for piece in save.table.pieces(path, offset, end) or ():
+                    self._check(save, piece)
 
     def missing(self, path: str) -> str | None:
         """What it would take to compute a file, and nobody has; None if no parity has anything of it."""
-        save = self._of_save(path)
-        if save is None or save.table.size(path) is None:
+        save, _ = self._of_file(path)
+        if save is None:
             return None
         terms = save.table.missing(path)
         return ", ".join(f"{term.path} of {term.domain}" for term in terms) or "another parity file"
 
     # ---- one save
 
-    def _of_save(self, path: str) -> _SaveParity | None:
+    def _of_file(self, path: str) -> tuple[_SaveParity | None, int]:
+        """The parity that has something of a file, if there is some, and the bytes of the file."""
         id = id_of(path)
         if id is None or not path.startswith("data/"):
-            return None
+            return None, 0
         with self._lock:
             if id not in self._tables:
                 self._tables[id] = _SaveParity.read(self._files, id)
-            return self._tables[id]
+            save = self._tables[id]
+        size = save.table.size(path)
+        return (None, 0) if size is None else (save, size)
 
     def _not_there(self, path: str, save: _SaveParity | None) -> NotFoundError:
-        missing = self.missing(path) if save is not None else None
+        missing = self.missing(path)
         if missing is None:
             return NotFoundError("no parity has this file", where=f"{self._files.url}/{path}", hint="`ckpt ls` shows what is there")
         message = f"no node that answers has this file, and computing it from parity would take {missing}"

@@ -120,7 +120,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
     if group.size == 1:
         return JobNodes(nodes=[me], own=0, survivors=_survivors(directory, [_daemon_id(directory)]))
     call = group.call("nodes", url, timeout)
-    rows = call.map_reduce("look", lambda: _describe(me, directory), _nodes)
+    rows = call.map_reduce("look", lambda: {"node": me.name, "domain": me.domain, "host": me.host, "daemon": _daemon_id(directory)}, _nodes)
     own = next(n for n, row in enumerate(rows) if row["name"] == me.name)
     first = rows[own]["ranks"][0] == group.rank
     with ExitStack() as failed:
@@ -166,10 +166,6 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
             node = {name: row[name] for name in ("name", "domain", "host")}
             nodes.append(StorageNode(**node, below=partial(RemoteNode, there), ranks=tuple(row["ranks"]), in_memory=me.in_memory))
     return JobNodes(nodes=nodes, own=own, server=server, connections=connections, survivors=survivors)
-
-
-def _describe(me: StorageNode, directory: str) -> Row:
-    return {"node": me.name, "domain": me.domain, "host": me.host, "daemon": _daemon_id(directory)}
 
 
 def _daemon_id(directory: str) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timezone
 from statistics import median
@@ -17,18 +17,7 @@ from ckpt.errors import UsageError
 from ckpt.settings import check_positive, check_whole
 
 from .keep import All, AnyKeep, Best, KeepPolicy, Latest, StepInfo, Tagged, Within
-from .save import (
-    AnySave,
-    AtSteps,
-    EveryMinutes,
-    JoinedPolicy,
-    Moment,
-    OnPreemption,
-    SaveCost,
-    SavePolicy,
-    daly,
-    flat,
-)
+from .save import AnySave, AtSteps, EveryMinutes, JoinedPolicy, Moment, OnPreemption, SaveCost, SavePolicy, daly, flat
 
 # Policies that go by what the job's own saves have cost it (``Moment.saves``): as often as it pays, and once more before a deadline.
 #
@@ -320,14 +309,28 @@ _CLASSES: dict[str, Any] = {  # type[SavePolicy | KeepPolicy], each with argumen
 _LISTED = {"AtSteps": "steps", "Tagged": "globs", "AnyOf": "policies"}
 """Those whose arguments are one list → its name."""
 
-KEEP_RULES = {
-    "latest": "latest=3",
-    "every": "every=1000 or every=1000:500 (from step 500)",
-    "within": "within=7d, within=36h or within=1d12h",
-    "best": "best=loss:min or best=accuracy:max:3",
-    "tagged": "tagged or tagged=release*",
-    "all": "all",
+_RULES: dict[str, tuple[str, str, Callable[[dict[str, Any]], KeepPolicy]]] = {
+    "latest": ("latest=3", r"(?P<n>\d{1,18})", lambda p: Latest(int(p["n"]))),
+    "every": (
+        "every=1000 or every=1000:500 (from step 500)",
+        r"(?P<n>\d{1,18})(?::(?P<start>\d{1,18}))?",
+        lambda p: EverySteps(int(p["n"]), start=int(p["start"] or 0)),
+    ),
+    "within": (
+        "within=7d, within=36h or within=1d12h",
+        r"(?=.)(?:(?P<days>\d{1,9}(?:\.\d{1,9})?)d)?(?:(?P<hours>\d{1,9}(?:\.\d{1,9})?)h)?",
+        lambda p: Within(days=float(p["days"] or 0), hours=float(p["hours"] or 0)),
+    ),
+    "best": (
+        "best=loss:min or best=accuracy:max:3",
+        r"(?P<metric>.+?):(?P<mode>min|max)(?::(?P<n>\d{1,18}))?",
+        lambda p: Best(p["metric"], int(p["n"] or 1), mode=p["mode"]),
+    ),
+    "tagged": ("tagged or tagged=release*", r"(?P<glob>.*)", lambda p: Tagged(p["glob"]) if p["glob"] else Tagged()),
+    "all": ("all", "", lambda p: All()),
 }
+"""By name an example, the form of what follows the name, and what makes a policy of its parts."""
+KEEP_RULES = {name: example for name, (example, _, _) in _RULES.items()}
 """The rules that :func:`parse_keep` knows, each with an example."""
 
 
@@ -382,39 +385,11 @@ def parse_keep(text: str) -> KeepPolicy:
         raise UsageError(f"there is no rule {name!r} to keep checkpoints by", where=text, hint=f"one of {'; '.join(KEEP_RULES.values())}")
     if equals and not value:
         raise UsageError(f"{name}= has no value", where=text, hint=KEEP_RULES[name])
+    _, form, make = _RULES[name]
+    match = re.fullmatch(form, value, re.ASCII)
+    if match is None:
+        raise UsageError(f"the rule {name!r} has another form", where=text, hint=KEEP_RULES[name])
     try:
-        policy = _parse(name, value)
+        return make(match.groupdict())
     except UsageError as err:
         raise UsageError(err.message, where=text, hint=err.hint or KEEP_RULES[name]) from err
-    if policy is None:
-        raise UsageError(f"the rule {name!r} has another form", where=text, hint=KEEP_RULES[name])
-    return policy
-
-
-_FORMS = {
-    "latest": r"(?P<n>\d{1,18})",
-    "every": r"(?P<n>\d{1,18})(?::(?P<start>\d{1,18}))?",
-    "within": r"(?=.)(?:(?P<days>\d{1,9}(?:\.\d{1,9})?)d)?(?:(?P<hours>\d{1,9}(?:\.\d{1,9})?)h)?",
-    "best": r"(?P<metric>.+?):(?P<mode>min|max)(?::(?P<n>\d{1,18}))?",
-    "tagged": r"(?P<glob>.*)",
-    "all": "",
-}
-
-
-def _parse(name: str, value: str) -> KeepPolicy | None:
-    """None if ``value`` is not of the rule's form."""
-    match = re.fullmatch(_FORMS[name], value, re.ASCII)
-    if match is None:
-        return None
-    parts = match.groupdict()
-    if name == "latest":
-        return Latest(int(parts["n"]))
-    if name == "every":
-        return EverySteps(int(parts["n"]), start=int(parts["start"] or 0))
-    if name == "within":
-        return Within(days=float(parts["days"] or 0), hours=float(parts["hours"] or 0))
-    if name == "best":
-        return Best(parts["metric"], int(parts["n"] or 1), mode="min" if parts["mode"] == "min" else "max")
-    if name == "tagged":
-        return Tagged(parts["glob"]) if parts["glob"] else Tagged()
-    return All()

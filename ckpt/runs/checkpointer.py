@@ -44,7 +44,7 @@ from .node_tier import Memory, NodeLocal, SharedLocal
 from .reporter import Reporter
 from .save_schedule import FailedSaves, SaveSchedule, State, check_step, metric_values, state_of
 from .step_listing import Step, step_url
-from .tier_chain import BeginFrom, LoadedCopy, RestoredFrom, TierChain, load_nearest, load_origin, origin_of
+from .tier_chain import BeginFrom, LoadedCopy, RestoredFrom, TierChain, origin_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -144,11 +144,8 @@ class Checkpointer:
             self._joint = Membership(root, member, self._group, options.timeout, keep)
             root, keep = self._joint.own_root, All()  # what stays is decided for all members together
         self.root = root
-        self._policy = save
-        self._keep = keep
-        self._capture = capture
-        self._bases = Bases(reuse if isinstance(reuse, Anchor) else None)
-        self._timeout = options.timeout
+        self._policy, self._keep, self._capture = save, keep, capture
+        self._bases, self._timeout = Bases(reuse if isinstance(reuse, Anchor) else None), options.timeout
         if options.layout is not None:
             check_layout(options.layout, self._group.ranks)
         warn_if_others_are_missing(self._group)
@@ -158,8 +155,8 @@ class Checkpointer:
         if memory is not None:
             self._memory = SaveSchedule(memory.every, self._group, self._timeout)
         self._lineage = Lineage(self._tiers.later.look, lambda n, why: self._reporter.alert("unrestored", n, self._place(n), why))
-        behind = local is not None and memory is None
-        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=behind, keeps_log=settings.run_log())
+        published = local is not None and memory is None
+        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=published, keeps_log=settings.run_log())
         self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
@@ -323,12 +320,12 @@ class Checkpointer:
         part = self._options.part
         same_part: dict[str, Any] = {} if part is None else {"only": part.only or None, "trainable": part.trainable}
         # The checkpoints of the run lack what they are no part of: it comes from the origin at every start, and they go over it.
-        base = load_origin(origin, self._group, self._timeout, load_one) if origin is not None and part is not None else None
+        base = self._tiers.load_origin(origin, load_one) if origin is not None and part is not None else None
         own: LoadedCopy | None = None
         if id != "":
-            own = load_nearest(self._tiers, self._group, self._timeout, partial(load_one, **{**same_part, **options}), step, id)
+            own = self._tiers.load_nearest(partial(load_one, **{**same_part, **options}), step, id)
         if own is None and origin is not None:
-            return None, base or load_origin(origin, self._group, self._timeout, load_one)
+            return None, base or self._tiers.load_origin(origin, load_one)
         return own, own
 
     # ---- saving

@@ -182,102 +182,66 @@ class AlertRules:
     def _slow(self, event: Event) -> Event | None:
         took, usual = event.seconds or 0.0, median(self._took) if len(self._took) >= _FEWEST else None
         self._took.append(took)
-        wrong = usual is not None and took > max(self.limits.slower * usual, _NOTABLE)
-        return self._alert(
-            event,
-            "slow",
-            wrong,
-            lambda: (
-                f"the save of step {event.step} took {took:.1f} s, {took / max(usual or 0.0, 1e-9):.1f} times as long as usual; "
-                f"`ckpt stats {event.url}` shows which phase and rank"
-            ),
-        )
+        if usual is None or took <= max(self.limits.slower * usual, _NOTABLE):
+            return self._alert(event, "slow", None)
+        times = f"{took / max(usual, 1e-9):.1f} times as long as usual"
+        words = f"the save of step {event.step} took {took:.1f} s, {times}; `ckpt stats {event.url}` shows which phase and rank"
+        return self._alert(event, "slow", words)
 
     def _stall(self, event: Event) -> Event | None:
         self._blocked.append(event.blocked or 0.0)
         values = list(self._blocked)
         before, now = median(values[:_FEWEST]), median(values[_FEWEST:] or values)
         wrong = len(values) == 2 * _FEWEST and now > self.limits.stall * before and now - before > _NOTABLE_STALL
-        return self._alert(
-            event,
-            "stall",
-            wrong,
-            lambda: (
-                f"the last {_FEWEST} saves have blocked training for {now:.2f} s each, those before for {before:.2f} s; look whether "
-                "saves overlap, host memory is short, or the state has grown"
-            ),
-        )
+        took = f"the last {_FEWEST} saves have blocked training for {now:.2f} s each, those before for {before:.2f} s"
+        hint = "look whether saves overlap, host memory is short, or the state has grown"
+        return self._alert(event, "stall", f"{took}; {hint}" if wrong else None)
 
     def _straggler(self, event: Event) -> Event | None:
         rank = event.slowest if event.slowest in event.stragglers else None
         self._last = (rank, self._last[1] + 1 if rank == self._last[0] else 1)
-        return self._alert(
-            event,
-            "straggler",
-            rank is not None and self._last[1] >= self.limits.last,
-            lambda: (
-                f"rank {rank} was the slowest in each of the last {self._last[1]} saves; look at its machine's disk and network, and "
-                f"with `ckpt stats --ranks {event.url}` whether it writes more than others"
-            ),
-        )
+        wrong = rank is not None and self._last[1] >= self.limits.last
+        hint = f"look at its machine's disk and network, and with `ckpt stats --ranks {event.url}` whether it writes more than others"
+        words = f"rank {rank} was the slowest in each of the last {self._last[1]} saves; {hint}"
+        return self._alert(event, "straggler", words if wrong else None)
 
     def _storage(self, event: Event) -> Event | None:
         what = f"step {event.step} is not saved" if event.kind == "save.failed" else "checkpoints are not published"
-        return self._alert(
-            event,
-            "storage",
-            event.kind == "publish.failed" or _is_of_storage(event),
-            lambda: f"{what}: {event.error}: {event.reason}; until that ends, a restart goes on from an older checkpoint",
-            of=event.kind,
-            cause=event.error,
-        )
+        wrong = event.kind == "publish.failed" or _is_of_storage(event)
+        words = f"{what}: {event.error}: {event.reason}; until that ends, a restart goes on from an older checkpoint"
+        return self._alert(event, "storage", words if wrong else None, of=event.kind, cause=event.error)
 
     def _refused(self, event: Event) -> Event | None:
         """Of a save that got through all the same."""
         self._raised.pop("save.failed", None)
         slow = f", of these {event.throttled} since the storage asked to slow down" if event.throttled else ""
-        return self._alert(
-            event,
-            "storage",
-            (event.retries or 0) >= self.limits.retries,
-            lambda: (
-                f"the save of step {event.step} has made {event.retries} requests to the storage again{slow}; "
-                f"`ckpt stats --ranks {event.url}` shows which ranks; look at the network and the limits of the storage"
-            ),
+        words = (
+            f"the save of step {event.step} has made {event.retries} requests to the storage again{slow}; "
+            f"`ckpt stats --ranks {event.url}` shows which ranks; look at the network and the limits of the storage"
         )
+        return self._alert(event, "storage", words if (event.retries or 0) >= self.limits.retries else None)
 
     def _late(self, event: Event) -> Event | None:
         if self._waiting and "publishing" in self._raised:  # fewer wait for a moment whenever one is published
             return None
         oldest = min(self._waiting, default=None)
-        return self._alert(
-            event,
-            "publishing",
-            len(self._waiting) >= self.limits.behind,
-            lambda: (
-                f"{len(self._waiting)} checkpoints wait to be published, step {oldest} for {event.at - self._waiting[oldest or 0]:.0f} s: "
-                "saves come faster than the root takes them; save less often, or look at its network"
-            ),
-        )
+        if oldest is None or len(self._waiting) < self.limits.behind:
+            return self._alert(event, "publishing", None)
+        wait = f"{len(self._waiting)} checkpoints wait to be published, step {oldest} for {event.at - self._waiting[oldest]:.0f} s"
+        hint = "saves come faster than the root takes them; save less often, or look at its network"
+        return self._alert(event, "publishing", f"{wait}: {hint}")
 
-    def _alert(
-        self,
-        event: Event,
-        topic: Topic,
-        wrong: bool,  # noqa: FBT001  of a rule
-        words: Callable[[], str],
-        of: str | None = None,
-        cause: object = None,
-    ) -> Event | None:
-        """``of``: what goes wrong, if the topic has several; ``cause``: of which there is one alert."""
+    def _alert(self, event: Event, topic: Topic, words: str | None, of: str | None = None, cause: object = None) -> Event | None:
+        """``words`` is None where nothing is wrong. ``of``: what goes wrong, if the topic has several; ``cause``: of which there is one
+        alert."""
         of = of or topic
-        if not wrong:
+        if words is None:
             self._raised.pop(of, None)
             return None
         if of in self._raised and self._raised[of] == cause:
             return None
         self._raised[of] = cause
-        return replace(event, kind="alert", topic=topic, reason=words())
+        return replace(event, kind="alert", topic=topic, reason=words)
 
 
 def _is_of_storage(event: Event) -> bool:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, UsageError
-from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, branches_of, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.net.wire import check, decoded, encoded, kind_of
 from ckpt.text import parse_object
 
 from .step_listing import Step, directory_name, in_order, read_steps, step_name
@@ -52,20 +53,7 @@ class Generation:
     """Id of a joint record → why a member could not load its part."""
 
     def to_bytes(self) -> bytes:
-        values = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "writer": WRITER,
-            "id": self.id,
-            "members": list(self.members),
-            "joined": {name: {"life": a.life, "state": a.state} for name, a in self.joined.items()},
-            "decided": self.decided,
-            "step": self.step,
-            "checkpoints": {name: checkpoint._asdict() for name, checkpoint in self.checkpoints.items()},
-            "branches": [b._asdict() for b in self.branches],
-            "left": list(self.left),
-            "refused": dict(self.refused),
-        }
+        values = {"format": _FORMAT, "version": _VERSION, "writer": WRITER, **encoded(self)}
         return json.dumps(values, indent=2).encode() + b"\n"
 
     @classmethod
@@ -78,21 +66,12 @@ class Generation:
                     where=where,
                     hint=f"read it with the release that wrote it: {values.get('writer')}",
                 )
-            return cls(
-                id=values["id"],
-                members=tuple(values["members"]),
-                joined={name: Attendance(life=a["life"], state=a["state"]) for name, a in values["joined"].items()},
-                decided=values["decided"],
-                step=values["step"],
-                checkpoints={name: MemberCheckpoint(row["path"], row["id"]) for name, row in values["checkpoints"].items()},
-                branches=branches_of((b["id"], b["after"]) for b in values["branches"]),
-                left=tuple(values["left"]),
-                refused=dict(values["refused"]),
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as err:
-            raise CorruptError(
-                f"the file is damaged: {err}", where=where, hint="delete it while no member runs: a restore writes it anew"
-            ) from err
+            check(values, kind_of(cls))
+            generation: Generation = decoded(cls, values)
+        except ValueError as err:
+            hint = "delete it while no member runs: a restore writes it anew"
+            raise CorruptError(f"the file is damaged: {err}", where=where, hint=hint) from err
+        return generation
 
 
 @dataclass(frozen=True, kw_only=True)

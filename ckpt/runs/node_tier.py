@@ -46,8 +46,9 @@ class SharedLocal:
 
     def __post_init__(self) -> None:
         check_arguments(keep=self.keep)
-        if not isinstance(self.directory, str | os.PathLike):
-            text = f"local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not {type(self.directory).__name__}"
+        directory: object = self.directory
+        if not isinstance(directory, str | os.PathLike):
+            text = f"local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not {type(directory).__name__}"
             raise UsageError(text, hint='local="/scratch/run"')
 
 

@@ -289,11 +289,6 @@ def _remove_batch(
     return {step.url for step in batch if f"{directory_name(step)}/" in gone}
 
 
-def remove_step(root_url: str, step: Step, relist: Callable[[], Sequence[Step]] | None = None) -> bool:
-    """``remove_steps``, of one. Whether it was removed."""
-    return bool(remove_steps(root_url, [step], {}, relist=relist))
-
-
 def _referrers(batch: Sequence[Step], relist: Callable[[], Sequence[Step]]) -> dict[str, list[str]]:
     """By directory, the names of the checkpoints of the run that use bytes of these steps now, or may do so."""
     steps = relist()

@@ -202,6 +202,70 @@ class TierChain:
         """Steps of which this node has still to give files to another one, or could not when it tried last."""
         return tuple(sorted({step for spread in self.spreads for step in spread.uncopied}))
 
+    # ---- going on
+
+    def load_nearest(self, load: Callable[..., object], step: int | None, id: str | None = None) -> LoadedCopy | None:
+        """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; None if there is none.
+        With ``id``, of that save alone. Collective, and so is ``load``.
+
+        A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it,
+        it has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
+        """
+        failed: CkptError | None = None
+        tried: set[tuple[str, str]] = set()
+        while True:
+            # Listed anew each time: what could not be read may have been removed because something newer is there.
+            call = self._group.call("restore", self.root, self._timeout)
+            copies: list[list[Any]] = call.map_reduce(
+                "list", dict, lambda rows: [c for c in self.later.copies(step, tried) if id is None or c[2] == id]
+            )
+            if not copies:
+                break
+            number, url, copy_id, lost, branches = copies[0]
+            tried.add((url, copy_id))
+            again = len(copies) > 1
+            try:
+                load(url, **({"strict": True} if lost and step is None else {}))
+            except CkptError as err:
+                if lost and step is None and isinstance(err, CorruptError):
+                    err.hint = f"restore(state, step={number}, strict=False) takes what is left of it"
+                # Damage always leads to another copy. A storage error does only if there is another copy of the *same*
+                # step: an older step instead of one that is merely out of reach would silently lose training.
+                kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
+                if (step is not None and not again) or not self._passed_over(url, err, kinds):
+                    raise
+                # A load says what has become of the state, for callers that stop there. Here another copy or step is loaded into
+                # all of it next; if that fails too, the error that is raised still says it.
+                reason = str(err).replace(f"; {PARTLY_WRITTEN}", "").replace(f"; {UNCHANGED}", "")
+                log.warning("%s is passed over: %s; what the run has beside it is tried next", url, reason)
+                self.nearest.damaged.add(copy_id)
+                failed = err
+                continue
+            if self.uploader is not None:
+                log.info("going on from step %d: %s", number, url)
+            places = [other for _, other, other_id, *_ in copies if other_id == copy_id]
+            lasting = [place for place in places if not is_spread(place)] if self.spreads else places
+            return LoadedCopy(number, url, next(iter(lasting), None), tuple(Branch(*row) for row in branches))
+        if failed is not None:
+            raise failed
+        return None
+
+    def load_origin(self, origin: BeginFrom, load: Callable[..., object]) -> LoadedCopy:
+        """Load the checkpoint that a run begins from. The leader finds the step, for all ranks. Collective."""
+        call = self._group.call("restore", origin.location, self._timeout)
+        step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
+        load(origin.location, **origin.load_options)
+        log.info("loaded step %d of %s, to begin from", step, origin.location)
+        return LoadedCopy(step, origin.location, origin.location)
+
+    def _passed_over(self, url: str, err: CkptError, kinds: tuple[type[CkptError], ...]) -> bool:
+        """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
+        # The ranks may fail in different ways: one reads damage, the others hear of it. All of them ask together and take
+        # the same way.
+        mine = raised(err, *kinds)
+        call = self._group.call("restore", url, self._timeout)
+        return bool(call.map_reduce("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))
+
 
 def _shows(backend: Backend, path: str) -> bool:
     end = time.monotonic() + LOOK
@@ -329,70 +393,3 @@ class LoadedCopy(NamedTuple):
     url: str
     lasting: str | None
     branches: Branches = ()
-
-
-def load_nearest(
-    tiers: TierChain, group: Group, timeout: float, load: Callable[..., object], step: int | None, id: str | None = None
-) -> LoadedCopy | None:
-    """Call ``load`` with the URL of the newest checkpoint, or of that of ``step``, until it finds one whole; None if there is none.
-    With ``id``, of that save alone. Collective, and so is ``load``.
-
-    A checkpoint that lost its values (``ckpt rebuild``) may lack what a job needs to go on as before. So unless ``step`` asks for it, it
-    has to fit the state in full, also where ``load`` would take less; else it counts as damaged.
-    """
-    failed: CkptError | None = None
-    tried: set[tuple[str, str]] = set()
-    while True:
-        # Listed anew each time: what could not be read may have been removed because something newer is there.
-        call = group.call("restore", tiers.root, timeout)
-        copies: list[list[Any]] = call.map_reduce(
-            "list", dict, lambda rows: [c for c in tiers.later.copies(step, tried) if id is None or c[2] == id]
-        )
-        if not copies:
-            break
-        number, url, copy_id, lost, branches = copies[0]
-        tried.add((url, copy_id))
-        again = len(copies) > 1
-        try:
-            load(url, **({"strict": True} if lost and step is None else {}))
-        except CkptError as err:
-            if lost and step is None and isinstance(err, CorruptError):
-                err.hint = f"restore(state, step={number}, strict=False) takes what is left of it"
-            # Damage always leads to another copy. A storage error does only if there is another copy of the *same*
-            # step: an older step instead of one that is merely out of reach would silently lose training.
-            kinds = (CorruptError, *(_NOT_THERE if again else () if step is not None else _GONE))
-            if (step is not None and not again) or not _passed_over(url, err, group, timeout, kinds):
-                raise
-            # A load says what has become of the state, for callers that stop there. Here another copy or step is loaded into
-            # all of it next; if that fails too, the error that is raised still says it.
-            reason = str(err).replace(f"; {PARTLY_WRITTEN}", "").replace(f"; {UNCHANGED}", "")
-            log.warning("%s is passed over: %s; what the run has beside it is tried next", url, reason)
-            tiers.nearest.damaged.add(copy_id)
-            failed = err
-            continue
-        if tiers.uploader is not None:
-            log.info("going on from step %d: %s", number, url)
-        places = [other for _, other, other_id, *_ in copies if other_id == copy_id]
-        lasting = [place for place in places if not is_spread(place)] if tiers.spreads else places
-        return LoadedCopy(number, url, next(iter(lasting), None), tuple(Branch(*row) for row in branches))
-    if failed is not None:
-        raise failed
-    return None
-
-
-def load_origin(origin: BeginFrom, group: Group, timeout: float, load: Callable[..., object]) -> LoadedCopy:
-    """Load the checkpoint that a run begins from. The leader finds the step, for all ranks. Collective."""
-    call = group.call("restore", origin.location, timeout)
-    step: int = call.map_reduce("begin", dict, lambda rows: origin.find_step())
-    load(origin.location, **origin.load_options)
-    log.info("loaded step %d of %s, to begin from", step, origin.location)
-    return LoadedCopy(step, origin.location, origin.location)
-
-
-def _passed_over(url: str, err: CkptError, group: Group, timeout: float, kinds: tuple[type[CkptError], ...]) -> bool:
-    """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
-    # The ranks may fail in different ways: one reads damage, the others hear of it. All of them ask together and take
-    # the same way.
-    mine = raised(err, *kinds)
-    call = group.call("restore", url, timeout)
-    return bool(call.map_reduce("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))

@@ -28,7 +28,7 @@ from ckpt.policies import All, KeepPolicy, Latest, retention
 from .lineage import branches_after
 from .members import check_no_member
 from .node_tier import SpreadTier
-from .removal import infos, remove_step, remove_steps
+from .removal import infos, remove_steps
 from .step_listing import KnownSteps, Step, check_release, step_url, with_abandoned
 
 log = logging.getLogger("ckpt")
@@ -322,7 +322,7 @@ class Tiers:
             for step in self._known_first.list():
                 if not step.committed and not step.damaged and step.number is not None and step.link is None:
                     log.info("%s is freed: %s", step.url, step.reason)
-                    remove_step(self._removable, step, self._known_first.list)
+                    remove_steps(self._removable, [step], {}, relist=self._known_first.list)
             self._swept = True
         except CkptError as err:
             log.warning("what earlier saves have left in memory stays there: %s", err)

@@ -382,26 +382,23 @@ def trace_events(tables: Mapping[int, SpanTable]) -> Iterator[Event]:
     began = {rank: round(table.began * 1e6) for rank, table in tables.items()}
     zero = min((began[rank] + min(s.first for s in t.sums.values()) for rank, t in tables.items() if t.sums), default=0)
     for rank, table in sorted(tables.items()):
-        yield from _rank_events(rank, table, began[rank] - zero)
-
-
-def _rank_events(rank: int, table: SpanTable, shift: int) -> Iterator[Event]:
-    yield _name(rank, 0, "process_name", name=f"rank {rank}")
-    yield _name(rank, 0, "process_sort_index", sort_index=rank)
-    by_thread: dict[int, list[Span]] = {}
-    for span in table.spans:
-        by_thread.setdefault(span.thread, []).append(span)
-    track = 0
-    for number, name in enumerate(table.threads):
-        for lane in _lanes(by_thread.get(number, [])):
-            track += 1  # from 1: some viewers take thread 0 for idle time
-            yield _name(rank, track, "thread_name", name=name)
-            yield from (_complete(rank, track, s.phase, s.start + shift, s.duration, {"bytes": s.nbytes}) for s in lane)
-    for one in table.folded:
-        track += 1
-        yield _name(rank, track, "thread_name", name=f"{one.phase}: sum of {one.count:,}")
-        about = {"bytes": one.nbytes, "spans": one.count, "busy_seconds": one.seconds}
-        yield _complete(rank, track, one.phase, one.first + shift, one.last - one.first, about)
+        shift = began[rank] - zero
+        yield _name(rank, 0, "process_name", name=f"rank {rank}")
+        yield _name(rank, 0, "process_sort_index", sort_index=rank)
+        by_thread: dict[int, list[Span]] = {}
+        for span in table.spans:
+            by_thread.setdefault(span.thread, []).append(span)
+        track = 0
+        for number, name in enumerate(table.threads):
+            for lane in _lanes(by_thread.get(number, [])):
+                track += 1  # from 1: some viewers take thread 0 for idle time
+                yield _name(rank, track, "thread_name", name=name)
+                yield from (_complete(rank, track, s.phase, s.start + shift, s.duration, {"bytes": s.nbytes}) for s in lane)
+        for one in table.folded:
+            track += 1
+            yield _name(rank, track, "thread_name", name=f"{one.phase}: sum of {one.count:,}")
+            about = {"bytes": one.nbytes, "spans": one.count, "busy_seconds": one.seconds}
+            yield _complete(rank, track, one.phase, one.first + shift, one.last - one.first, about)
 
 
 def _lanes(spans: list[Span]) -> list[list[Span]]:

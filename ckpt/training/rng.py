@@ -262,11 +262,7 @@ class Generators(PerRank):
     """
 
     def __init__(
-        self,
-        generators: Mapping[str, object] | None = None,
-        *,
-        mesh: MeshLike | None = None,
-        distinct: str | Sequence[str] | None = None,
+        self, generators: Mapping[str, object] | None = None, *, mesh: MeshLike | None = None, distinct: str | Sequence[str] | None = None
     ) -> None:
         if generators is not None and not isinstance(generators, Mapping):
             raise UsageError(f"generators are a dict of them by name, not {generators!r}", hint='Generators({"tp": generator})')

@@ -179,7 +179,11 @@ class _TorchDist:
 
     def catalog(self) -> MegatronCatalog:
         form = self._sharding_type()
-        self._refuse_unknown(form)
+        states = [n for n in self.tensors if "optimizer" in n.split(".")[:2]]
+        odd = sorted(n for n in states if not BUCKET_SPACE.match(n) and not _STATE_KEY.fullmatch(n))
+        if form == "fsdp_dtensor" or odd:
+            what = f"an optimizer state in the form {form or 'unknown'}{f', such as {odd[0]}' if odd else ''}, which is not read"
+            raise FormatError(what, where=self.backend.url, hint=HINT)
         spaces = [name for name in (*self.tensors, *self.items) if BUCKET_SPACE.match(name)]
         by_key: dict[str, list[_KeyedTensor]] = {}
         for name, tensor in self.tensors.items():
@@ -232,13 +236,6 @@ class _TorchDist:
         content = self._common_archive.values.meaning(self.common.get("content_metadata"))
         form = content.get("distrib_optim_sharding_type") if isinstance(content, dict) else None
         return form if isinstance(form, str) else _type_in(self._common_archive, self.common.get("optimizer"))
-
-    def _refuse_unknown(self, form: str | None) -> None:
-        states = [n for n in self.tensors if "optimizer" in n.split(".")[:2]]
-        odd = sorted(n for n in states if not BUCKET_SPACE.match(n) and not _STATE_KEY.fullmatch(n))
-        if form == "fsdp_dtensor" or odd:
-            what = f"an optimizer state in the form {form or 'unknown'}{f', such as {odd[0]}' if odd else ''}, which is not read"
-            raise FormatError(what, where=self.backend.url, hint=HINT)
 
     # ---- tensors in the space of the model
 

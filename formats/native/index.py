@@ -37,7 +37,21 @@ from ckpt.text import parse_json
 
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
-from .tables import Ragged, column, find_problem, from_file, lists, node_problem, numbers, to_file, too_little_memory
+from .tables import (
+    INTEGERS,
+    Ragged,
+    column,
+    find_problem,
+    from_file,
+    lists,
+    node_problem,
+    numbers,
+    rows_from_file,
+    rows_to_file,
+    schema,
+    to_file,
+    too_little_memory,
+)
 from .virtual import decode_extents, decode_sources, encode_extents
 
 # The last few results of something that takes long and often has the same outcome. Thread-safe.
@@ -76,35 +90,21 @@ class LruCache(Generic[K, V]):
                 self._values.popitem(last=False)
 
 
-_NUMBERS = pa.list_(pa.int64())
-_TENSORS = pa.schema(
-    [
-        pa.field("name", pa.utf8(), nullable=False),
-        pa.field("dtype", pa.utf8(), nullable=False),
-        pa.field("shape", _NUMBERS, nullable=False),
-        pa.field("logical", _NUMBERS),
-        pa.field("grid", pa.int32(), nullable=False),
-        pa.field("alias", pa.utf8()),
-        pa.field("rank", pa.int32()),
-    ]
+_TENSORS = schema(
+    {
+        "name": pa.utf8(),
+        "dtype": pa.utf8(),
+        "shape": INTEGERS,
+        "logical": INTEGERS,
+        "grid": pa.int32(),
+        "alias": pa.utf8(),
+        "rank": pa.int32(),
+    },
+    nullable=("logical", "alias", "rank"),
 )
-_GRIDS = pa.schema(
-    [
-        pa.field("cuts", pa.list_(_NUMBERS)),
-        pa.field("boxes", _NUMBERS),
-        pa.field("files", pa.list_(pa.int32()), nullable=False),
-    ]
-)
+_GRIDS = schema({"cuts": pa.list_(INTEGERS), "boxes": INTEGERS, "files": pa.list_(pa.int32())}, nullable=("cuts", "boxes"))
 _ANCHORS = pa.field("anchors", pa.list_(pa.int32()))
-_FILES = pa.schema(
-    [
-        pa.field("path", pa.utf8(), nullable=False),
-        pa.field("size", pa.int64(), nullable=False),
-        pa.field("header", pa.int64(), nullable=False),
-        pa.field("digest", pa.utf8(), nullable=False),
-        pa.field("rank", pa.int32(), nullable=False),
-    ]
-)
+_FILES = schema({"path": pa.utf8(), "size": pa.int64(), "header": pa.int64(), "digest": pa.utf8(), "rank": pa.int32()})
 _ALIAS = -1
 
 
@@ -137,7 +137,9 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
         tensors = sorted(contents.tensors, key=lambda t: t.name)
         grids, rows = _distinct_grids(tensors)
         cache.tensor_bytes = sum(t.nbytes for t in tensors if t.alias is None)
-        cache.tables = {TENSORS: to_file(_tensor_columns(tensors, rows), _TENSORS), GRIDS: _encode_grids(grids)}
+        made: dict[str, Sequence[Any]] = {"dtype": [t.dtype.name for t in tensors], "grid": rows}
+        columns = {f.name: column(made.get(f.name) or [getattr(t, f.name) for t in tensors], f.type) for f in _TENSORS}
+        cache.tables = {TENSORS: to_file(columns, _TENSORS), GRIDS: _encode_grids(grids)}
     if cache.state is None:
         cache.state = _encode_state(contents)
     files = {
@@ -156,7 +158,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
 
 def encode_files(rows: Sequence[DataFile]) -> bytes:
     """files.arrow with these rows."""
-    return to_file({f.name: column([getattr(row, f.name) for row in rows], f.type) for f in _FILES}, _FILES)
+    return rows_to_file(rows, _FILES)
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:
@@ -200,18 +202,6 @@ def _box_rows(grid: Grid) -> np.ndarray[Any, np.dtype[np.int64]]:
     return np.concatenate(grid.all_boxes(), axis=1, dtype=np.int64)
 
 
-def _tensor_columns(tensors: Sequence[TensorEntry], rows: Sequence[int]) -> dict[str, pa.Array]:
-    return {
-        "name": column([t.name for t in tensors], pa.utf8()),
-        "dtype": column([t.dtype.name for t in tensors], pa.utf8()),
-        "shape": column([t.shape for t in tensors], _NUMBERS),
-        "logical": column([t.logical for t in tensors], _NUMBERS),
-        "grid": column(rows, pa.int32()),
-        "alias": column([t.alias for t in tensors], pa.utf8()),
-        "rank": column([t.rank for t in tensors], pa.int32()),
-    }
-
-
 def _encode_grids(grids: Sequence[Grid]) -> bytes:
     """grids.arrow; the column of anchors is there only if a chunk has one."""
     columns, schema = _grid_columns(grids), _GRIDS
@@ -229,7 +219,7 @@ def _arrays(rows: Sequence[np.ndarray[Any, Any] | None], kind: pa.DataType) -> p
 
 def _grid_columns(grids: Sequence[Grid]) -> dict[str, pa.Array]:
     cuts = [() if g.cuts is None else g.cuts for g in grids]
-    inner = column([axis for of_grid in cuts for axis in of_grid], _NUMBERS)
+    inner = column([axis for of_grid in cuts for axis in of_grid], INTEGERS)
     return {
         "cuts": lists(inner, [len(c) for c in cuts], [g.cuts is None for g in grids]),
         "boxes": _arrays([_box_rows(g).ravel() if g.cuts is None else None for g in grids], pa.int64()),
@@ -283,9 +273,7 @@ _known: LruCache[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = LruC
 
 def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
     """The rows of files.arrow. Raises CorruptError if it cannot be read."""
-    columns = from_file(data, _FILES, where)
-    rows = zip(*(columns[n].to_pylist() for n in _FILES.names), strict=True)
-    return tuple(DataFile(path=p, size=s, header=h, digest=d, rank=r) for p, s, h, d, r in rows)
+    return tuple(DataFile(**row) for row in rows_from_file(data, _FILES, where))
 
 
 def _contradicts(what: str, where: str) -> NoReturn:

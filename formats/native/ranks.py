@@ -25,20 +25,14 @@ from ckpt.plan.layout.geometry import Cuts
 from ckpt.text import parse_json
 
 from .paths import RANK_ROWS, RANK_TABLE
-from .tables import column, from_file, integers, node_problem, row_excess, tensor_problem, to_file, too_little_memory
+from .tables import column, from_file, integers, node_problem, row_excess, schema, tensor_problem, to_file, too_little_memory
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
 
     from .commit import CommitRecord
 
-_TABLE = pa.schema(
-    [
-        pa.field("rank", pa.int32(), nullable=False),
-        pa.field("length", pa.int64(), nullable=False),
-        pa.field("digest", pa.uint64(), nullable=False),
-    ]
-)
+_TABLE = schema({"rank": pa.int32(), "length": pa.int64(), "digest": pa.uint64()})
 REFERENCES_OF_RANKS = frozenset({"$tensor", "$inline"})
 """Kinds of nodes that refer to something, in the values of ranks."""
 

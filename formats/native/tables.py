@@ -8,7 +8,7 @@ import operator
 import struct
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, count, pairwise
 from math import isfinite
@@ -115,6 +115,14 @@ DIMENSIONS = 255
 """Of one tensor."""
 
 
+INTEGERS = pa.list_(pa.int64())
+
+
+def schema(kinds: Mapping[str, pa.DataType], nullable: Collection[str] = ()) -> pa.Schema:
+    """Columns and what they hold; without nulls, but for ``nullable`` ones."""
+    return pa.schema([pa.field(name, kind, nullable=name in nullable) for name, kind in kinds.items()])
+
+
 def to_file(columns: dict[str, pa.Array], schema: pa.Schema) -> bytes:
     """An Arrow IPC file of one table; buffers are compressed with zstd."""
     table = pa.table(columns, schema=schema)
@@ -123,6 +131,11 @@ def to_file(columns: dict[str, pa.Array], schema: pa.Schema) -> bytes:
         writer.write_table(table)
     data: bytes = sink.getvalue().to_pybytes()
     return data
+
+
+def rows_to_file(rows: Sequence[Any], schema: pa.Schema) -> bytes:
+    """The same of rows whose attributes are the columns."""
+    return to_file({f.name: column([getattr(row, f.name) for row in rows], f.type) for f in schema}, schema)
 
 
 def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]:
@@ -155,6 +168,12 @@ def from_file(data: bytes, schema: pa.Schema, where: str) -> dict[str, pa.Array]
         if (columns[f.name].null_count and not f.nullable) or _null_inside(columns[f.name]):
             raise CorruptError(f"the index file has nulls in the column {f.name}", where=where, hint="`ckpt rebuild`")
     return columns
+
+
+def rows_from_file(data: bytes, schema: pa.Schema, where: str) -> Iterator[dict[str, Any]]:
+    """The rows of a small file, by column."""
+    columns = from_file(data, schema, where)
+    return (dict(zip(schema.names, row, strict=True)) for row in zip(*(columns[n].to_pylist() for n in schema.names), strict=True))
 
 
 def too_little_memory(size: int, where: str) -> FormatError:

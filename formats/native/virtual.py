@@ -24,26 +24,12 @@ from ckpt.text import parse_object
 
 from .commit import VERSION, CommitRecord
 from .paths import EXTENTS, SOURCES, is_digest
-from .tables import column, from_file, to_file
+from .tables import INTEGERS, column, from_file, rows_from_file, rows_to_file, schema, to_file
 
 # sources.arrow and extents.arrow: what a virtual checkpoint has in the place of data files (docs/format.md §11).
 
-_SOURCES = pa.schema(
-    [
-        pa.field("root", pa.utf8(), nullable=False),
-        pa.field("path", pa.utf8(), nullable=False),
-        pa.field("size", pa.int64(), nullable=False),
-        pa.field("stamp", pa.utf8()),
-    ]
-)
-_EXTENTS = pa.schema(
-    [
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("length", pa.int64(), nullable=False),
-        pa.field("digest", pa.utf8()),
-        pa.field("strides", pa.list_(pa.int64())),
-    ]
-)
+_SOURCES = schema({"root": pa.utf8(), "path": pa.utf8(), "size": pa.int64(), "stamp": pa.utf8()}, nullable=("stamp",))
+_EXTENTS = schema({"offset": pa.int64(), "length": pa.int64(), "digest": pa.utf8(), "strides": INTEGERS}, nullable=("digest", "strides"))
 _DIGITS = 16
 
 
@@ -59,21 +45,14 @@ def encode_extents(contents: Contents) -> dict[str, bytes]:
     # One row per chunk, in the order of the tensors' names and of each grid's chunks: so a row needs neither the name
     # of its tensor nor the number of its chunk. Data files need no such table, since their headers say where chunks
     # lie.
-    columns = {
-        "offset": column([e.offset for e in rows], pa.int64()),
-        "length": column([e.length for e in rows], pa.int64()),
-        "digest": column([e.digest for e in rows], pa.utf8()),
-        "strides": column([strides_of(e.codec) for e in rows], pa.list_(pa.int64())),
-    }
-    sources = {f.name: column([getattr(s, f.name) for s in contents.sources], f.type) for f in _SOURCES}
-    return {SOURCES: to_file(sources, _SOURCES), EXTENTS: to_file(columns, _EXTENTS)}
+    columns = {name: column([getattr(e, name) for e in rows], _EXTENTS.field(name).type) for name in ("offset", "length", "digest")}
+    columns["strides"] = column([strides_of(e.codec) for e in rows], INTEGERS)
+    return {SOURCES: rows_to_file(contents.sources, _SOURCES), EXTENTS: to_file(columns, _EXTENTS)}
 
 
 def decode_sources(data: bytes, where: str) -> tuple[SourceFile, ...]:
     """The rows of sources.arrow."""
-    columns = from_file(data, _SOURCES, f"{where}/{SOURCES}")
-    rows = zip(*(columns[n].to_pylist() for n in _SOURCES.names), strict=True)
-    sources = tuple(SourceFile(root=r, path=p, size=s, stamp=t) for r, p, s, t in rows)
+    sources = tuple(SourceFile(**row) for row in rows_from_file(data, _SOURCES, f"{where}/{SOURCES}"))
     for source in sources:
         problem = path_problem(source.path) or _root_problem(source.root) or (None if source.size >= 0 else f"{source} cannot be")
         if problem is not None:

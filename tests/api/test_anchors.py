@@ -21,10 +21,10 @@ from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, Usa
 from ckpt.formats.native import commit
 from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.policies import Anchor, EverySteps, Latest
-from ckpt.runs.rebuild import rebuild_checkpoint
 from ckpt.runs.removal import remove_at
 from tests.formats import oracle
 

@@ -20,11 +20,11 @@ from ckpt.cli.main import cli
 from ckpt.converters.importer import import_checkpoint
 from ckpt.errors import CorruptError, NamesError, NotFoundError
 from ckpt.formats.native.commit import CommitRecord
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.faulty import FaultyProcess
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.policies import EverySteps, Latest, StepInfo, retention
-from ckpt.runs.rebuild import rebuild_checkpoint
 from ckpt.runs.removal import infos, remove_steps
 from ckpt.runs.step_listing import KnownSteps, Step, list_steps
 from ckpt.runs.tiers import Tiers

@@ -23,6 +23,7 @@ from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, FormatError, MismatchError, NotFoundError, UsageError
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RunBackend
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.formats.native.tables import find_problem
 from ckpt.formats.native.writer import CheckpointJournal, set_tags
 from ckpt.formats.registry import open_catalog
@@ -31,7 +32,6 @@ from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.net.group import current_group
 from ckpt.policies import EverySteps, Latest, retention
 from ckpt.runs.orphans import find_orphans, remove_orphans
-from ckpt.runs.rebuild import rebuild_checkpoint
 from ckpt.runs.removal import infos, remove_at, remove_steps
 from ckpt.runs.step_listing import list_steps
 from tests.formats import oracle

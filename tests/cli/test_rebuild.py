@@ -14,9 +14,9 @@ import xxhash
 import ckpt
 from ckpt.errors import CkptError
 from ckpt.formats.native.commit import CommitRecord, read_record
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.io_backends import Fault, FaultyProcess, SimulatedCrash, wrap_backends
 from ckpt.io_backends.registry import open_backend
-from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.cli.checkpoints import write_checkpoint
 from tests.cli.running import run
 

@@ -16,8 +16,8 @@ import ckpt
 from ckpt import ExportReport, convert, export, settings
 from ckpt.converters import export_plan
 from ckpt.io_backends import posix_writer as posix_shared
-from ckpt.io_backends.fsspec_filesystem import GatheringWriter
 from ckpt.io_backends.posix_writer import PosixSharedObject
+from ckpt.io_backends.writer_base import GatheringWriter
 from tests.distributed.gathered import differences, full_state
 from tests.distributed.models import mesh_of
 from tests.distributed.plain import build
@@ -124,7 +124,8 @@ def export_some(url: str, seed: int, options: dict[str, Any]) -> ExportReport:
 
 
 def called_alike(folder: str) -> list[str]:
-    """Ranks 1 and 2 each have an expert of the same name, then rank 0 has another gate; what each export raised."""
+    """Ranks 1 and 2 each have an expert of the same name, then rank 0 has another gate, then each rank an expert of its own; what each
+    export raised."""
     rank = dist.get_rank()
     gate = {"gate": torch.ones(4)}
     experts = gate | ({"expert": torch.full((4,), float(rank))} if rank else {})
@@ -133,6 +134,7 @@ def called_alike(folder: str) -> list[str]:
         ("gates", {"gate": torch.full((4,), float(rank > 0))}, {}),
         ("gate.safetensors", experts, {"exclude": "expert"}),
         ("unchecked.safetensors", experts, {"check_replicas": False}),
+        ("own.safetensors", gate | {f"expert.{rank}": torch.full((4,), float(rank))}, {}),
     ]
     found = []
     for name, state, options in exports:

@@ -96,10 +96,10 @@ def differences_here(which: Trained, at: Mapping[str, Place], wanted: Full) -> l
 
 def _assemble(mine: list[tuple[str, Part, torch.Tensor]]) -> Full:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, [(name, part, tensor.numpy()) for name, part, tensor in mine])  # tensors take torch long to pickle
     by_name: dict[str, dict[int, torch.Tensor]] = {}
     dims: dict[str, int | None] = {}
-    for name, part, tensor in (row for rows in everyone for row in rows):
+    for name, part, tensor in ((name, part, torch.from_numpy(array)) for rows in everyone for name, part, array in rows):
         dims[name] = part.dim
         index = 0 if part.dim is None else part.index
         first = by_name.setdefault(name, {}).setdefault(index, tensor)
@@ -141,8 +141,12 @@ def differences(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
     problems += [f"{name}: should not be there" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & found.keys()):
         if not same(found[name], wanted[name]):
-            problems.append(f"{name}: {tuple(found[name].shape)} {found[name].flatten()[:6]} is not {wanted[name].flatten()[:6]}")
+            problems.append(f"{name}: {tuple(found[name].shape)} {_first(found[name])} is not {_first(wanted[name])}")
     return problems
+
+
+def _first(tensor: torch.Tensor) -> list[Any]:
+    return tensor.flatten()[:6].tolist()
 
 
 def spoil(which: Trained) -> None:

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 import ckpt
 from ckpt.errors import CkptError
+from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.io_backends.faulty import Fault, FaultyBackend, FaultyProcess
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import AtSteps, Before, EveryBudget, EveryMinutes, EverySteps, Latest, OnPreemption
 from ckpt.runs.events import Event
-from ckpt.runs.rebuild import rebuild_checkpoint
 from tests.distributed.ranks import Ranks
 
 

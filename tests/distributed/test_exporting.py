@@ -153,11 +153,13 @@ def test_different_options(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_name_with_other_bytes(ranks: Ranks, tmp_path: Path) -> None:
-    expected = ["replicas differ: tensor expert: rank 1 ≠ rank 2", "replicas differ: tensor gate: rank 0 ≠ ranks 1-2", "nothing", "nothing"]
+    expected = ["replicas differ: tensor expert: rank 1 ≠ rank 2", "replicas differ: tensor gate: rank 0 ≠ ranks 1-2", *["nothing"] * 3]
     assert ranks.run(3, work.called_alike, str(tmp_path)) == [expected] * 3
     assert load_file(tmp_path / "unchecked.safetensors")["expert"].tolist() in ([1.0] * 4, [2.0] * 4)
     assert list(load_file(tmp_path / "gate.safetensors")) == ["gate"]
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["gate.safetensors", "unchecked.safetensors"]
+    own = {name: tensor.tolist() for name, tensor in load_file(tmp_path / "own.safetensors").items()}
+    assert own == {"gate": [1.0] * 4, **{f"expert.{rank}": [float(rank)] * 4 for rank in range(3)}}
+    assert sorted(p.stem for p in tmp_path.rglob("*") if p.is_file()) == ["gate", "own", "unchecked"]
 
 
 def test_few_writes_and_no_gathering(ranks: Ranks, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ckpt.errors import ConsistencyError
 from ckpt.formats.native.writer import set_tags
 from ckpt.io_backends.registry import open_backend
 from ckpt.runs import tier_chain
-from ckpt.runs.removal import remove_checkpoint, remove_step
+from ckpt.runs.removal import remove_checkpoint, remove_steps
 from ckpt.runs.step_listing import list_steps
 from tests.distributed.ranks import Ranks
 
@@ -75,7 +75,7 @@ def test_what_was_replaced_or_tagged_since_it_was_listed_stays(tmp_path: Path) -
     ckpt.save(one.url, {"w": torch.full((8,), 9.0)})
     set_tags(open_backend(two.url), ["keep"])
     for step in (one, two, three):
-        remove_step(root, step)
+        remove_steps(root, [step], {})
     assert [s.number for s in list_steps(root)] == [1, 2]
     assert ckpt.open(one.url)["w"][0] == 9.0
 
@@ -103,18 +103,18 @@ def test_a_step_that_goes_while_it_is_restored_leads_to_the_one_that_came(tmp_pa
     root = str(tmp_path)
     for n in (1, 50):
         ckpt.save(f"{root}/step-{n:08d}", {"n": n})
-    load_nearest = tier_chain.load_nearest
+    load_nearest = tier_chain.TierChain.load_nearest
 
-    def meanwhile(tiers: Any, group: Any, timeout: float, load: Any, step: Any, id: Any = None) -> Any:
+    def meanwhile(tiers: Any, load: Any, step: Any, id: Any = None) -> Any:
         def hooked(url: str) -> Any:
             if url.endswith("50"):
                 ckpt.save(f"{root}/step-{51:08d}", {"n": 51})
                 remove_checkpoint(open_backend(url))
             return load(url)
 
-        return load_nearest(tiers, group, timeout, hooked, step, id)
+        return load_nearest(tiers, hooked, step, id)
 
-    monkeypatch.setattr("ckpt.runs.checkpointer.load_nearest", meanwhile)
+    monkeypatch.setattr(tier_chain.TierChain, "load_nearest", meanwhile)
     state = {"n": 0}
     with ckpt.Checkpointer(root) as c:
         assert c.restore(state) == 51

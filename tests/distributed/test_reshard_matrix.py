@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -124,7 +125,7 @@ def load_all(target: str, sources: Sequence[tuple[str, str]]) -> dict[tuple[str,
     at = places(which)
     found = {}
     for path, mode in sources:
-        source: Source = torch.load(path, weights_only=False)
+        source = source_in(path)
         spoil(which)
         if not found:
             seen = {problem.partition(":")[0] for problem in differences_here(which, at, source.full)}
@@ -136,6 +137,12 @@ def load_all(target: str, sources: Sequence[tuple[str, str]]) -> dict[tuple[str,
         except Exception as err:  # noqa: BLE001  the test of this pair fails with it; the other pairs go on
             found[source.layout, mode] = [f"{type(err).__name__}: {err}"]
     return found
+
+
+@cache
+def source_in(path: str) -> Source:
+    """Read once for all targets of a rank; nothing changes it."""
+    return torch.load(path, weights_only=False)
 
 
 def load_one(target: str, which: Trained, at: Mapping[str, Place], source: Source, mode: str) -> list[str]:

@@ -59,7 +59,7 @@ def test_counts_operations(inner: Backend) -> None:
     list(backend.list_prefix("da"))
     backend.list_dir()
     backend.delete("done")
-    assert backend.process.log[7:] == ("read done", "read_into done", "size done", "list_prefix da", "list_dir ", "delete done")
+    assert backend.process.log[7:] == ("read done", "read_into done", "size done", "list_prefix da", "list_dir", "delete done")
     assert everything(inner) == {"data/a": DATA}
 
 
@@ -218,7 +218,7 @@ def test_backends_of_one_process_crash_together() -> None:
         run.delete("step-1/a")
     with pytest.raises(SimulatedCrash):
         step.read("a")
-    assert process.log == ("list_dir ", "put_if a", "delete step-1/a")
+    assert process.log == ("list_dir", "put_if a", "delete step-1/a")
     assert InProcessBackend("inprocess://run").read("step-1/a") == b"x"
 
 

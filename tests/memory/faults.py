@@ -102,7 +102,7 @@ def life(folder: str, steps: int, dim: int, fault: Fault | None, parity: int | N
     machine = dist.get_rank()
     socket.gethostname = lambda: f"machine{machine}"
     os.environ["CKPT_MEMORY_DIR"] = f"{folder}/daemon{machine}"
-    memory_connection.TIMEOUT = memory_client.TIMEOUT = TIMEOUT  # type: ignore[attr-defined]
+    memory_connection.TIMEOUT = TIMEOUT
     began = time.monotonic()
     restored, whole, error = None, True, None
     with Path(folder, f"notes{machine}").open("a") as notes:

@@ -31,7 +31,7 @@ from ckpt.errors import ConflictError, FormatError, NotCommittedError, NotFoundE
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.policies import Latest, retention
 from ckpt.runs.orphans import find_orphans, remove_orphans
-from ckpt.runs.removal import infos, remove_step
+from ckpt.runs.removal import infos, remove_steps
 from ckpt.runs.step_listing import list_steps
 from tests.failures.states import state, stored
 
@@ -241,7 +241,7 @@ def _gc(root: str) -> None:
     orphans = find_orphans(backend, older_than=0, now=backend.now() or time.time())
     verdicts = retention(Latest(2), infos(steps), datetime.now(timezone.utc))
     for number in verdicts.removed:
-        remove_step(run, next(s for s in steps if s.number == number))
+        remove_steps(run, [s for s in steps if s.number == number], {})
     remove_orphans(backend, orphans)
 
 

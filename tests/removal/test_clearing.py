@@ -373,7 +373,7 @@ def test_gc_tells_of_a_directory_that_cannot_be_written(tmp_path: Path, monkeypa
     def refused(directory: str) -> float:
         raise PermissionError(13, "Permission denied", directory)
 
-    monkeypatch.setattr("ckpt.io_backends.posix_backend.clock", refused)
+    monkeypatch.setattr("ckpt.io_backends.posix_files.clock", refused)
     assert "touched" in run("gc", tmp_path).stdout
 
 

@@ -26,7 +26,7 @@ from ckpt.formats.native.writer import set_tags
 from ckpt.integrations.dcp import CkptWriter
 from ckpt.io_backends import open_backend
 from ckpt.policies import EverySteps, Latest
-from ckpt.runs.removal import remove_at, remove_checkpoint, remove_step
+from ckpt.runs.removal import remove_at, remove_checkpoint, remove_steps
 from ckpt.runs.step_listing import list_steps
 from tests.failures.states import state, stored
 
@@ -125,7 +125,7 @@ def test_links_to_one_place_elsewhere_count_once_too(started: Path, shared: Path
     (started / "best").symlink_to(started / "step-2")
     (found,) = list_steps(str(started))
     assert (found.number, found.link, found.also) == (2, str(shared), ("best", "step-00000001"))
-    remove_step(str(started), found)
+    remove_steps(str(started), [found], {})
     assert stored(str(shared)) == 1 and numbers(started) == [1]
 
 
@@ -240,7 +240,7 @@ def test_a_directory_that_became_a_link_since_it_was_listed(tmp_path: Path, shar
     step = list_steps(str(tmp_path / "run"))[0]
     (tmp_path / "run" / "step-1").rename(tmp_path / "moved")
     (tmp_path / "run" / "step-1").symlink_to(shared)
-    remove_step(str(tmp_path / "run"), step)
+    remove_steps(str(tmp_path / "run"), [step], {})
     (tmp_path / "run" / "step-1").symlink_to(shared)
     with pytest.raises(StorageError, match="symbolic link"):
         remove_checkpoint(open_backend(str(tmp_path / "run")), "step-1/")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,9 +20,8 @@ from torch import nn
 import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.verify import verify
-from ckpt.errors import ConflictError, GroupError, NotCommittedError, NotFoundError
+from ckpt.errors import GroupError, NotCommittedError, NotFoundError
 from ckpt.io_backends import FaultyProcess, join_url, open_backend, wrap_backends
-from ckpt.runs.step_listing import list_steps
 from tests.distributed.ranks import Lost, Ranks, at_once
 from tests.s3 import exporting as work
 from tests.s3 import rank_work
@@ -245,65 +241,6 @@ def test_a_training_loop_goes_on(ranks: Ranks, s3_url: str, object_store: Object
     assert ranks.run(3, rank_work.train, environment, s3_url, 5) == [(3, True)] * 3
     assert [s.number for s in ckpt.list_steps(s3_url) if s.committed] == [4, 5]
     assert open_backend(join_url(s3_url, "step-00000003")).list_dir() == []
-
-
-# ----------------------------------------------------- A run of two jobs that share nothing but an object store, one of them without torch.
-
-NAMES = ("trainer", "buffer")
-BUFFER = """
-import sys
-sys.modules["torch"] = None  # as if it were not installed
-import ckpt, tests.s3.test_checkpoints as run
-c, state = run.member(sys.argv[1], "buffer"), run.state_of(0)
-c.restore(state)
-for n in (1, 2):
-    c.save(n, run.state_of(n))
-    c.wait()
-"""
-
-
-def member(url: str, name: str) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(url, member=ckpt.Member(name, of=NAMES), job=ckpt.Job(timeout=60))
-
-
-def state_of(n: int) -> dict[str, Any]:
-    return {"queue": [n, "é", b"\x00\xff"], "cursor": np.arange(5) * n}
-
-
-def test_a_member_that_is_killed_after_it_has_prepared_a_step_does_not_undo_it(s3_url: str) -> None:
-    buffer = subprocess.Popen([sys.executable, "-c", BUFFER, s3_url])
-    try:
-        c = member(s3_url, "trainer")
-        assert c.restore(state_of(0)) is None
-        c.save(1, state_of(1))
-        c.wait()
-        end = time.monotonic() + 60
-        while list_steps(s3_url)[-1].reason != "saved by buffer; awaited: trainer":
-            assert time.monotonic() < end and buffer.poll() is None
-            time.sleep(0.05)
-    finally:
-        buffer.kill()
-        buffer.wait()
-    assert c.latest == 1
-    c.save(2, state_of(2))
-    c.wait()
-    assert c.latest == 2, "whoever is left commits what all have prepared"
-    assert c._joint is not None
-    c._joint._run.timeout = 1.0
-    c.save(3, state_of(3))
-    with pytest.raises(ConflictError, match="step 3 was given up: buffer did not save it within 1 s"):
-        c.close()
-    assert [(s.number, s.committed) for s in list_steps(s3_url)] == [(1, True), (2, True), (3, False)]
-
-    def restored(name: str) -> int | None:
-        state = state_of(0)
-        with member(s3_url, name) as again:
-            n = again.restore(state)
-        assert state["queue"] == state_of(2)["queue"] and state["cursor"].tobytes() == state_of(2)["cursor"].tobytes()
-        return n
-
-    with ThreadPoolExecutor() as pool:
-        assert list(pool.map(restored, NAMES)) == [2, 2]
 
 
 # ------------------------ ``ckpt watch`` of a save to an object store: what the leader notes there is seen, and gone when the save is over.

@@ -27,7 +27,7 @@ from ckpt.nodes import copies
 from ckpt.nodes.backend import register_run
 from ckpt.nodes.copies import NodeCopier, SpreadFiles, copies_seen, note_copies
 from ckpt.nodes.nodes import NodeSet
-from ckpt.runs.removal import remove_step
+from ckpt.runs.removal import remove_steps
 from ckpt.runs.step_listing import list_steps
 from tests.memory.daemons import daemon_in
 from tests.spread.directories import Kind, nodes_at, registered
@@ -89,7 +89,7 @@ def test_a_step_that_is_removed_while_it_is_copied_leaves_nothing(
 
     def removed_first(*args: object) -> object:
         for step in list_steps(run.url):
-            assert remove_step(run.url, step)
+            assert remove_steps(run.url, [step], {})
         return original(*args)
 
     with daemon_in(tmp_path / "daemon") as daemon, registered(run):

@@ -297,7 +297,19 @@ class _Following:
             if path is not None and path > self.path and (progress := read_progress(self.backend, path)) is not None:
                 self.path = path
         if progress is None:
-            return self._ended()
+            # The note is gone: the save is being committed, or was, or failed
+            progress, now = self.progress, time.monotonic()
+            self._gone = self._gone if self._gone is not None else now
+            id = committed_save(self.backend, self.within)
+            if id is not None and id >= progress.id:
+                look = committed(self.url, id)
+                if look.seconds is None and now - self._gone < _SPANS:
+                    return WatchSnapshot(state="committing", url=self.url, id=id, progress=progress)
+                return self._with_seconds(look)
+            # What failed, another rank or the commit itself, removes its files.
+            if progress.phase == PHASES[0] or next(self.backend.list_prefix(f"{self.within}{data_prefix(progress.id)}"), None) is None:
+                return WatchSnapshot(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
+            return WatchSnapshot(state="committing", url=self.url, id=progress.id, progress=progress, age=now - self._gone)
         self._gone = None
         if (progress.id, progress.count) != (self.progress.id, self.progress.count):
             self.progress, self._changed = progress, time.monotonic()
@@ -306,21 +318,6 @@ class _Following:
         if committed_save(self.backend, self.within) == progress.id:  # its leader was killed, or hung, after the commit
             return self._with_seconds(committed(self.url, progress.id))
         return WatchSnapshot(state="hangs" if silent else "saving", url=self.url, id=progress.id, progress=progress, age=age, silent=silent)
-
-    def _ended(self) -> WatchSnapshot:
-        """The note is gone: the save is being committed, or was, or failed."""
-        progress, now = self.progress, time.monotonic()
-        self._gone = self._gone if self._gone is not None else now
-        id = committed_save(self.backend, self.within)
-        if id is not None and id >= progress.id:
-            look = committed(self.url, id)
-            if look.seconds is None and now - self._gone < _SPANS:
-                return WatchSnapshot(state="committing", url=self.url, id=id, progress=progress)
-            return self._with_seconds(look)
-        # What failed, another rank or the commit itself, removes its files.
-        if progress.phase == PHASES[0] or next(self.backend.list_prefix(f"{self.within}{data_prefix(progress.id)}"), None) is None:
-            return WatchSnapshot(state="failed", url=self.url, id=progress.id, progress=progress, reason=self._reason())
-        return WatchSnapshot(state="committing", url=self.url, id=progress.id, progress=progress, age=now - self._gone)
 
     def _reason(self) -> str | None:
         """What the log of the run says, if the run has one."""

@@ -77,7 +77,11 @@ def _sections(report: Report) -> Iterator[Markup]:
         yield from _over_runs(report)
     elif detail is not None:
         yield _tiles(detail, report)
-        yield _advice(detail)
+        save = detail.save
+        verdict = tag("p", f"{save.verdict[0].upper()}{save.verdict[1:]}.", class_="big")
+        items = [tag("li", tag("b", advice.what), " ", tag("span", advice.why)) for advice in detail.advice]
+        rest = tag("ul", *items, class_="advice") if items else tag("p", "Nothing stands out that would be worth changing.", class_="about")
+        yield _section("What to do", verdict, rest)
     else:
         none = "No save here has spans, so there is nothing to show. They are kept unless CKPT_SPANS=off."
         yield _section("", tag("p", none, class_="big"))
@@ -202,14 +206,6 @@ def _cost(saves: Sequence[SavedSpans], setting: Setting) -> str | None:
     hours = [s.summary.blocked * s.record.world_size / 3600 for s in saves if s.summary and s.record and s.summary.blocked is not None]
     lower = any(s.summary.background and not s.summary.measured for s in saves if s.summary)
     return f"{'≥ ' if lower else ''}{setting.currency}{setting.price * sum(hours):,.2f}"
-
-
-def _advice(detail: Detail) -> Markup:
-    save = detail.save
-    verdict = tag("p", f"{save.verdict[0].upper()}{save.verdict[1:]}.", class_="big")
-    items = [tag("li", tag("b", advice.what), " ", tag("span", advice.why)) for advice in detail.advice]
-    rest = tag("ul", *items, class_="advice") if items else tag("p", "Nothing stands out that would be worth changing.", class_="about")
-    return _section("What to do", verdict, rest)
 
 
 # ------------------------------------------------------------------------------------------------------------- over steps
