@@ -97,7 +97,7 @@ def both_ways(rules: str) -> list[str]:
             new if rank >= 2 else None,
             layout=layout if rank < 2 else None,
             new_layout=new_layout if rank >= 2 else None,
-            translation=ckpt.Translation(translation=other_names(convention, rules)),
+            translation=other_names(convention, rules),
         )
         if rank >= 2:
             problems += [f"{convention}: {n}" for n, t in right.items() if not torch.equal(t, new[n])]
