@@ -243,7 +243,7 @@ class SourceStamps:
         backend: Backend = open_backend(url)
         names = [] if backend.io_hints.concurrency else [name for name in backend.list_dir() if not name.endswith("/")]
         if not names and not backend.io_hints.concurrency and (single := open_single(url)) is not None:
-            backend, names = single.parent, [single.name]
+            backend, names = single.inner, [single.name]
         self._backend = backend
         self._before = {name: _look(backend, name) for name in names} if len(names) <= MOST else {}
 
