@@ -85,10 +85,11 @@ def program_ends() -> bool:
 class Pending(Generic[R]):
     """Work on a thread of its own; whoever starts it asks for the result."""
 
-    def __init__(self, work: Callable[[], R], name: str) -> None:
+    def __init__(self, work: Callable[[], R], name: str, *, daemon: bool | None = None) -> None:
+        """``daemon``: the process does not wait for it when it ends."""
         self._found: list[R] = []
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=copy_context().run, args=(self._run, work), name=name)
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run, work), name=name, daemon=daemon)
         self._thread.start()
 
     def _run(self, work: Callable[[], R]) -> None:

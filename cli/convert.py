@@ -19,7 +19,7 @@ from .interrupts import nothing_begun, when_interrupted
 from .options import (
     INTERRUPTED,
     MappingChoice,
-    config_options,
+    file_options,
     grouped,
     left_out_message,
     mapping_options,
@@ -77,11 +77,7 @@ def megatron_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.argument("target", metavar="DST", type=URL)
 @grouped("Output", "--to", required=True, metavar="FORMAT", type=OneOf(_TARGETS, open_ended=True), help=f"One of {', '.join(_TARGETS)}.")
 @grouped("Output", "--dtype", metavar="DTYPE", help="Cast floating-point tensors, except those of optimizers: bfloat16, float16, …")
-@config_options
-@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
-@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at DST; native only.")
-@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
-@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@file_options("DST")
 @grouped("Source", "--root", metavar="KEY", help="Key of the state that contains the model. [default: the only one; torch_dist: model]")
 @grouped("Source", "--repair", is_flag=True, help="Repair optimizer states that Megatron-Core 0.15 to 0.19 misplaced.")
 @grouped("Source", "--job", multiple=True, metavar="NAME=N", help="For --repair: a job argument that the files do not contain.")

@@ -19,7 +19,7 @@ from .options import (
     INTERRUPTED,
     CommandGroup,
     MappingChoice,
-    config_options,
+    file_options,
     grouped,
     mapping_options,
     parse_size,
@@ -58,11 +58,7 @@ def _parse_weights(context: click.Context, parameter: click.Parameter, text: str
     "Output", "--to", default="native", show_default=True, metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}."
 )
 @grouped("Output", "--dtype", metavar="DTYPE", help="Of averaged tensors, except those of optimizers. [default: as they are stored]")
-@config_options
-@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
-@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
-@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
-@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@file_options("OUT")
 @grouped("Selection", "--root", metavar="KEY", help="For hf: key of the state that contains the model. [default: the only one]")
 @grouped("Selection", "--only", multiple=True, metavar="GLOB", help="Take only tensors whose new name matches GLOB. Repeatable.")
 @grouped("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
@@ -152,11 +148,7 @@ _threads = grouped("Resources", "--threads", type=click.IntRange(min=1), metavar
     type=OneOf(_LORA_TARGETS),
     help=f"One of {', '.join(_LORA_TARGETS)}. [default: hf]",
 )
-@config_options
-@grouped("Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]")
-@grouped("Output", "--overwrite", is_flag=True, help="Replace a checkpoint at OUT; native only.")
-@grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it.")
-@grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written.")
+@file_options("OUT")
 @_root
 @grouped("Source", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
 @grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,18 +30,20 @@ def grouped(group: str, *names: str, **attributes: Any) -> Callable[[Command], C
     return click.option(*names, cls=GroupedOption, group=group, **attributes)
 
 
-def config_options(command: Command) -> Command:
-    """``--config``, and ``--no-config``, which the command takes as ``require_config``."""
-    one = grouped(
-        "Output",
-        "--config",
-        metavar="PATH",
-        type=URL,
-        is_eager=True,
-        help="For hf: a config.json, or a model's directory with it and tokenizer.",
+def file_options(place: str) -> Callable[[Command], Command]:
+    """How files of any format are written, over what is at ``place`` or not. The command takes ``--no-config`` as ``require_config``."""
+    config = "For hf: a config.json, or a model's directory with it and tokenizer."
+    made = (
+        grouped("Output", "--config", metavar="PATH", type=URL, is_eager=True, help=config),
+        grouped("Output", "--no-config", "require_config", is_flag=True, callback=_inverted, help="For hf: a config.json is not needed."),
+        grouped(
+            "Output", "--shard-size", callback=parse_size, metavar="SIZE", help="Approximate file size. [default: hf 5GB, others 4GiB]"
+        ),
+        grouped("Output", "--overwrite", is_flag=True, help=f"Replace a checkpoint at {place}; native only."),
+        grouped("Output", "--verify", is_flag=True, help="Read each written file again and compare it."),
+        grouped("Output", "--dry-run", is_flag=True, help="Only list what would be written."),
     )
-    none = grouped("Output", "--no-config", "require_config", is_flag=True, callback=_inverted, help="For hf: a config.json is not needed.")
-    return one(none(command))
+    return lambda command: reduce(lambda so_far, option: option(so_far), reversed(made), command)
 
 
 def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments

@@ -165,10 +165,10 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
         raise UsageError(
             "--repair is for states of optimizers, and none is converted", hint="leave out --repair, or take the optimizer too"
         )
-    masters, problems = misfit_masters(catalog, threads=threads, first=True)
+    masters, problem = misfit_masters(catalog, threads=threads)
     if not masters:
         raise FormatError("no master can be compared with its weight, so nobody knows whether states are displaced", where=catalog.url)
-    if not problems:
+    if problem is None:
         return chosen, RepairReport(needed=False, reason="every master is its weight", masters=masters)
     arguments = {**catalog.arguments, **job}
     tried = likely_buckets(arguments)
@@ -192,7 +192,7 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
     attempts = " or ".join(
         f"{'one bucket' if b.size is None else f'buckets of {b.size:,}'} and data-parallel size {b.ranks}" for b in tried
     )
-    what = f"{problems[0].tensor} is not its weight, and would not be with {attempts} either"
+    what = f"{problem.tensor} is not its weight, and would not be with {attempts} either"
     raise UsageError(f"the optimizer's state cannot be repaired: {what}", where=catalog.url, hint=_hint(catalog, arguments))
 
 
@@ -219,8 +219,8 @@ def _mended(
     except UsageError:
         return None
     mended, tensors = repaired_catalog(catalog, states)
-    _, problems = misfit_masters(mended, threads=threads, first=True)
-    return None if problems else (mended, tensors)
+    _, problem = misfit_masters(mended, threads=threads)
+    return (mended, tensors) if problem is None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,19 +83,15 @@ def check_semantic(catalog: Catalog, *, threads: int | None = None) -> SemanticR
     )
 
 
-def misfit_masters(catalog: Catalog, *, threads: int | None = None, first: bool = False) -> tuple[int, list[Problem]]:
-    """How many masters can be compared with their weights, and those that are not; with ``first`` no more than one of them."""
+def misfit_masters(catalog: Catalog, *, threads: int | None = None) -> tuple[int, Problem | None]:
+    """How many masters can be compared with their weights, and the first that is found not to be its weight."""
     elements = Elements(catalog)
     masters = [s for s in _masters(catalog, _states(catalog)) if {s.entry.dtype.name, catalog.tensors[s.param].dtype.name} <= {*_LOW}]
-    problems: list[Problem] = []
     with _pool(threads) as pool:
-        for problem in pool.map(lambda s: _check_master(elements, s), masters):
-            if problem is not None:
-                problems.append(problem)
-                if first:
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    break
-    return len(masters), problems
+        found = (problem for problem in pool.map(lambda s: _check_master(elements, s), masters) if problem is not None)
+        problem = next(found, None)
+        pool.shutdown(wait=False, cancel_futures=True)
+    return len(masters), problem
 
 
 def _masters(catalog: Catalog, states: Iterable[_State]) -> list[_State]:

@@ -40,11 +40,6 @@ def open_dcp(backend: Backend) -> ExternalCatalog:
         hint = "save it with use_collectives=True"
         raise FormatError("every rank kept metadata of its own, which do not make one checkpoint", where=backend.url, hint=hint)
     metadata = read_metadata(backend)
-    return open_metadata(backend, metadata)
-
-
-def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAME) -> ExternalCatalog:
-    """The catalog of metadata that were read."""
     items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
     paths = sorted({item.path for item in (*items, *metadata.values.values())})
     files = [ExternalFile(path, size, rank_of(path)) for path, size in zip(paths, sizes_of(backend, paths), strict=True)]
@@ -78,7 +73,7 @@ def open_metadata(backend: Backend, metadata: Metadata, format: str = FORMAT_NAM
         opaque=opaque,
         notes=_unread(metadata, tensors),
     )
-    return ExternalCatalog(contents, backend=backend, format=format, locate=locate)
+    return ExternalCatalog(contents, backend=backend, format=FORMAT_NAME, locate=locate)
 
 
 def _unread(metadata: Metadata, tensors: _ItemTensors) -> list[str]:

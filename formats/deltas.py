@@ -21,7 +21,7 @@ from ckpt import settings
 from ckpt.catalog import Extent, Format, TensorEntry
 from ckpt.errors import AccessError, CkptError, CorruptError, FormatError, NotFoundError
 from ckpt.io_backends.checks import read_checked
-from ckpt.io_backends.protocol import IOHints, ObjectMeta
+from ckpt.io_backends.protocol import IOHints
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.plan.layout.geometry import Box, flat_to_boxes
 
@@ -174,12 +174,6 @@ class ChainBackend(ReadOnly):
     def version_token(self, path: str) -> str | None:
         """What tells versions of a file apart: see ``Backend.version_token``."""
         return self.links[-1].backend.version_token(path) if path == MANIFEST else self.inner.version_token(path)
-
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        return self.inner.list_prefix(prefix)
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        return self.inner.list_dir(prefix)
 
     # ---- changes
 

@@ -28,9 +28,24 @@ from ckpt.text import parse_json
 
 
 class ReadOnly(Backend):
-    """A storage that refuses every change; ``why`` says what it is."""
+    """A storage that refuses every change, and shows the files of ``inner``; ``why`` says what it is."""
 
     why: str
+    inner: Backend
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def io_hints(self) -> IOHints:
+        return self.inner.io_hints
+
+    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
+        return self.inner.list_prefix(prefix)
+
+    def list_dir(self, prefix: str = "") -> list[str]:
+        return self.inner.list_dir(prefix)
 
     def create(self, path: str, size: int) -> Writer:
         self._refuse(path)
@@ -94,17 +109,12 @@ class SingleFile(Routed):
     """
 
     def __init__(self, parent: Backend, name: str, file_url: str) -> None:
-        self.parent = parent
+        self.inner = parent  # paths count from there
         self.name = name
         self.file_url = file_url
 
-    @property
-    def url(self) -> str:
-        """The directory's: paths count from there."""
-        return self.parent.url
-
     def route(self, path: str) -> tuple[Backend, str]:
-        return self.parent, path
+        return self.inner, path
 
     def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
         return iter([ObjectMeta(self.name, self.size(self.name))] if self.name.startswith(prefix) else [])
@@ -144,14 +154,6 @@ class WithFile(ReadOnly):
         self._path = path
         self._data = data
 
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def io_hints(self) -> IOHints:
-        return self.inner.io_hints
-
     def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
         if path != self._path:
             return self.inner.read(path, offset, length)
@@ -177,12 +179,6 @@ class WithFile(ReadOnly):
     def version_token(self, path: str) -> str | None:
         """What tells versions of a file apart: see ``Backend.version_token``."""
         return "in memory" if path == self._path else self.inner.version_token(path)
-
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        return self.inner.list_prefix(prefix)
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        return self.inner.list_dir(prefix)
 
 
 ChunkRequests = Sequence[tuple[TensorEntry, int]]
@@ -231,7 +227,7 @@ class ExternalCatalog(CatalogDefaults):
         replicas: Callable[[], list[Replica]] = list,
         storages: Callable[[], list[Extent]] = list,
     ) -> None:
-        self.backend = backend.parent if isinstance(backend, SingleFile) else backend
+        self.backend = backend.inner if isinstance(backend, SingleFile) else backend
         self.format = format
         self.tensors: Mapping[str, TensorEntry] = {t.name: t for t in sorted(contents.tensors, key=lambda t: t.name)}
         self.files: tuple[ExternalFile, ...] = tuple(contents.files)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ckpt import settings
 from ckpt.errors import AccessError, CkptError, ConflictError, NoSpaceError, NotFoundError, StorageError, UsageError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
@@ -121,10 +120,9 @@ def status_of(err: BaseException | None) -> int | None:
 # Without it two jobs that save to one place could both believe that they did, so such a store is refused, unless somebody has said that
 # never more than one job saves to one place (``CKPT_CONDITIONAL_PUT=emulate``).
 
-_PROBE, _AGAIN = b"probe", b"again"
-
-_known: dict[tuple[str, str], bool] = {}
-_writable: set[tuple[str, str]] = set()
+kept_conditions: dict[tuple[str, str], bool] = {}
+"""Whether a bucket of a file system keeps the condition, once that has been tried."""
+writable_places: set[tuple[str, str]] = set()
 """File systems and places below which an object could be written."""
 
 
@@ -137,60 +135,22 @@ def only_if_absent(fs: Any) -> dict[str, Any]:
     return {"mode": "create"} if "mode" in parameters or hands_on else {}
 
 
-def is_known(fs: Any, bucket: str) -> bool:
-    """Whether ``bucket`` has been tried."""
-    return (fs._fs_token, bucket) in _known
-
-
-def is_writable(fs: Any, place: str) -> bool:
-    """Whether an object could be written below ``place`` before."""
-    return (fs._fs_token, place) in _writable
-
-
-def note_writable(fs: Any, place: str) -> None:
-    """That one was written there."""
-    _writable.add((fs._fs_token, place))
-
-
-def try_it(fs: Any, bucket: str, key: str, where: str, put: Callable[[dict[str, Any]], object]) -> None:
-    """Find out whether ``bucket`` keeps the condition. ``put`` writes ``key``, which is fresh, with these arguments of ``pipe_file``."""
+def keeps_condition(fs: Any, key: str, where: str, put: Callable[[dict[str, Any]], object]) -> bool:
+    """Whether a bucket does. ``put`` writes ``key``, which is fresh, with these arguments of ``pipe_file``."""
     condition = only_if_absent(fs)
     if not condition:
         put({})
-        kept = False
-    else:
-        kept = _creates(where, lambda: put(condition)) and _refuses(where, lambda: fs.pipe_file(key, _AGAIN, **condition))
-    _known[fs._fs_token, bucket] = kept
-
-
-def _creates(where: str, put: Callable[[], object]) -> bool:
-    """False if the file system does not know the argument."""
+        return False
     try:
         with fsspec_errors(where, "write"):
-            put()
+            put(condition)
     except StorageError as err:
-        if isinstance(err.__cause__, NotImplementedError | ValueError | TypeError):
+        if isinstance(err.__cause__, NotImplementedError | ValueError | TypeError):  # the file system does not know the argument
             return False
         raise
-    return True
-
-
-def _refuses(where: str, again: Callable[[], object]) -> bool:
     try:
         with fsspec_errors(where, "write"):
-            again()
+            fs.pipe_file(key, b"again", **condition)
     except ConflictError:
         return True
     return False
-
-
-def conditional(fs: Any, bucket: str, where: str) -> bool:
-    """Whether ``bucket``, which has been tried, keeps the condition."""
-    kept = _known[fs._fs_token, bucket]
-    if not kept and settings.conditional_put() == "require":
-        raise StorageError(
-            "the store ignores or does not offer `create only if absent`, so two saves at once could both believe that they were committed",
-            where=where,
-            hint="set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/storage.md)",
-        )
-    return kept

@@ -17,12 +17,13 @@ from typing import Any
 
 from fsspec.implementations.dirfs import DirFileSystem
 
+from ckpt import settings
 from ckpt.concurrency import ProcessLock
-from ckpt.errors import NotFoundError, UsageError
+from ckpt.errors import NotFoundError, StorageError, UsageError
 from ckpt.text import parse_json
 
 from .checks import check_path
-from .fsspec_errors import conditional, fsspec_errors, is_absence, is_known, is_writable, note_writable, try_it
+from .fsspec_errors import fsspec_errors, is_absence, keeps_condition, kept_conditions, writable_places
 
 # fsspec's own configuration: ``FSSPEC_*`` variables as they are now, and the files that fsspec has read when it was imported.
 #
@@ -262,18 +263,27 @@ class FsspecPlace:
         """Whether the store itself creates objects only if they are absent. File systems with directories never do."""
         if self.speaks(DIRECTORIES):
             return False
-        if not is_known(self.fs, self.bucket):
+        if self._tried not in kept_conditions:
             self._probe()
-        return conditional(self.fs, self.bucket, self.url)
+        kept = kept_conditions[self._tried]
+        if not kept and settings.conditional_put() == "require":
+            why = "so two saves at once could both believe that they were committed"
+            hint = "set CKPT_CONDITIONAL_PUT=emulate if never more than one job saves to one place (docs/storage.md)"
+            raise StorageError(f"the store ignores or does not offer `create only if absent`, {why}", where=self.url, hint=hint)
+        return kept
+
+    @property
+    def _tried(self) -> tuple[str, str]:
+        return self.fs._fs_token, self.bucket
 
     def prepare(self) -> None:
         """Write a small object and remove it: on object stores once for all places beside each other, such as the steps of a run. The first
         time in a bucket, try conditions with it."""
         run = self.root.rpartition("/")[0]
-        if self.speaks(DIRECTORIES) or (is_known(self.fs, self.bucket) and not is_writable(self.fs, run)):
+        if self.speaks(DIRECTORIES) or (self._tried in kept_conditions and (self.fs._fs_token, run) not in writable_places):
             self._probe()
         self.is_conditional()
-        note_writable(self.fs, run)
+        writable_places.add((self.fs._fs_token, run))
 
     def _probe(self) -> None:
         key = self.key(f".prepare-{secrets.token_hex(8)}.tmp")
@@ -283,10 +293,10 @@ class FsspecPlace:
 
         with self.errors(self.url, "write to the root"):
             try:
-                if self.speaks(DIRECTORIES) or is_known(self.fs, self.bucket):
+                if self.speaks(DIRECTORIES) or self._tried in kept_conditions:
                     put({})
                 else:
-                    try_it(self.fs, self.bucket, key, self.url, put)
+                    kept_conditions[self._tried] = keeps_condition(self.fs, key, self.url, put)
             except BaseException:
                 with suppress(Exception):  # why it could not be written is what counts
                     self.fs.rm_file(key)

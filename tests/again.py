@@ -1,6 +1,6 @@
 """What failed in the run before, once more, one test at a time and nothing beside it: ``python -m tests.again``.
 
-Thousands of tests start real processes, servers and hosts, several at a time. A machine that stands still for seconds can break one of them,
+Thousands of tests start real processes, servers and hosts, six at a time. A machine that stands still for seconds can break one of them,
 and nothing is learnt from that. So up to ``MOST`` tests that failed may show that they pass on a quiet machine; what fails twice fails.
 Tests that passed only now are printed, because such a test or what it tests may have a race.
 """

@@ -84,15 +84,11 @@ class KeyValues:
         else:
             self._store.set(f"{key}/{self._store.add(f'{key}/count', 1)}", data)
 
-    def appended(self, keys: Sequence[str]) -> list[bytes]:
-        """What was appended to each key, nothing at all to some. Pieces of different ranks are in any order."""
+    def appended(self, keys: Sequence[str], *, there: bool) -> list[bytes]:
+        """What was appended to each key, in any order; faster if something was to each (``there``)."""
         if self._extended:
-            return [self.peek(key) or b"" for key in keys]
+            return self.get_all(keys) if there and len(keys) > 1 else [self.peek(key) or b"" for key in keys]
         return [b"".join(self.peek(name) or b"" for name in self._pieces(key)) for key in keys]
-
-    def appended_all(self, keys: Sequence[str]) -> list[bytes]:
-        """The same, faster, of keys to which something was."""
-        return self.get_all(keys) if self._extended and len(keys) > 1 else self.appended(keys)
 
     def delete(self, key: str) -> None:
         if not self._extended:
@@ -239,7 +235,7 @@ class Store:
 
     def appended(self, keys: Sequence[str], *, there: bool = False) -> list[bytes]:
         """What was appended to each key. ``there``: something was to each."""
-        return self._ask(lambda store: (store.appended_all if there else store.appended)(self._names(keys)))
+        return self._ask(lambda store: store.appended(self._names(keys), there=there))
 
     def delete_later(self, keys: Iterable[str]) -> None:
         """Delete keys when nothing else is asked, without waiting for it. What cannot be deleted stays."""

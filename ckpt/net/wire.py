@@ -461,8 +461,19 @@ def _hints(record: Any) -> dict[str, Any] | None:
     return get_type_hints(record, include_extras=True) if is_dataclass(record) or hasattr(record, "_fields") else None
 
 
+@cache
+def _is_plain(hint: Any) -> bool:
+    """Whether values of this type are JSON as they are."""
+    return get_origin(hint) in (None, Annotated, Literal) and _hints(hint) is None
+
+
 def kind_of(hint: Any) -> Kind:
     """The kind of what :func:`encoded` makes of a value of this type; that of ``Annotated[str, is_hex]`` is ``is_hex``."""
+    return _kind_of(hint)
+
+
+@cache
+def _kind_of(hint: Any) -> Kind:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return arguments[1]
@@ -483,25 +494,30 @@ def kind_of(hint: Any) -> Kind:
 def encoded(value: Any) -> Any:
     """As JSON. Equal for equal values: mappings by numbers in their order."""
     kind: Any = type(value)
+    if kind in (int, str, float, bool, NoneType):
+        return value
     if (hints := _hints(kind)) is not None:
         return {name: encoded(getattr(value, name)) for name in hints}
     if isinstance(value, Mapping):
-        return {key: encoded(each) for key, each in (sorted(value.items()) if all(type(key) is int for key in value) else value.items())}
-    return [*map(encoded, value)] if isinstance(value, tuple | list) else value
+        return {key: encoded(value[key]) for key in (sorted(value) if all(type(key) is int for key in value) else value)}
+    return value if not value or type(value[0]) is int else [*map(encoded, value)]
 
 
 def decoded(hint: Any, value: Any) -> Any:
     """The value of this type that :func:`encoded` made something of its kind of."""
+    if _is_plain(hint):
+        return value
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return None if value is None else decoded(arguments[0], value)
     if origin is tuple:
-        each = arguments[:1] * len(value) if arguments[-1] is ... else arguments
-        return tuple(map(decoded, each, value))
+        if arguments[-1] is ... and _is_plain(arguments[0]):
+            return tuple(value)
+        return tuple(map(decoded, arguments[:1] * len(value) if arguments[-1] is ... else arguments, value))
     if origin is Mapping:
         return {arguments[0](key): decoded(arguments[1], each) for key, each in value.items()}
-    if isinstance(hint, type) and (hints := _hints(hint)) is not None:
-        return hint(**{name: decoded(each, value[name]) for name, each in hints.items()})
+    if (hints := _hints(hint)) is not None:
+        return hint(**{name: value[name] if _is_plain(each) else decoded(each, value[name]) for name, each in hints.items()})
     return value
 
 

@@ -231,63 +231,11 @@ def _chunks(catalog: NativeCatalog, files: Collection[int]) -> Iterator[str]:
 
 
 # Second copies: what this node has and too few others do is given to the nodes that ``plan.copies`` names, in the background; or it
-# makes its part of the parity (:class:`ParityWriter`).
+# makes its part of the parity.
 #
 # One process of each node does it, after each save. It asks all nodes what they have and plans; all plan alike, so nothing is agreed, and a
 # process that dies in the middle leaves nothing but a copy that the next round makes. Every chunk is compared with its digest before it is
 # sent, and every message on its arrival: a copy is never anything but what the checkpoint says.
-
-# Making a parity file: this node reads ranges of files of other nodes, and stores their XOR with a record of what it is.
-
-
-class ParityWriter:
-    """Makes the parity files of one node. ``max_bandwidth``: bytes a second that it reads from others at most, or None."""
-
-    def __init__(self, nodes: NodeSet, max_bandwidth: float | None) -> None:
-        self.received = 0
-        """Bytes that were read from other nodes."""
-        self._nodes = nodes
-        self._max_bandwidth = max_bandwidth
-
-    def make_missing(self, there: SpreadFiles) -> None:
-        """Make those that this node lacks of a checkpoint."""
-        missing, own = there.missing_parity(), there.backend.node(self._nodes.own)
-        # Others compute parity of this node's files. Only this node can compare them with their digests without reading
-        # them over the network; that it makes its own parity says that it has.
-        wanted = {term.path for one in missing for term in one.layout.terms}
-        for path, having in there.holders().items():
-            if self._nodes.own in having and path in wanted:
-                _compare(own, there.files[path])
-        for one in missing:
-            if one.target == self._nodes.own:
-                self._make(there.backend, own, there.id, one.layout)
-
-    def _make(self, backend: SpreadBackend, own: Backend, id: str, layout: ParityLayout) -> None:
-        record = ParityRecord(id, layout, ())
-        own.delete(record.record_path)  # of a process that died between the two, or of a disk that has cut one off
-        own.delete(record.path)
-        digests = []
-        try:
-            with own.create(record.path, layout.size) as writer:
-                for at in range(0, layout.size, BLOCK):
-                    block = self._block(backend, layout, at, min(BLOCK, layout.size - at))
-                    digests.append(block_digest(block))
-                    writer.write(at, [block])
-                writer.commit()
-            own.put_if(record.record_path, ParityRecord(id, layout, digests).encode(), expected=None)
-        except ConflictError:
-            return  # another process was first
-        if committed_id(own) != id:  # removed meanwhile, by somebody who did not see these files
-            own.delete(record.record_path)
-            own.delete(record.path)
-
-    def _block(self, backend: SpreadBackend, layout: ParityLayout, at: int, length: int) -> memoryview:
-        began = time.monotonic()
-        block = np.zeros(length, dtype=np.uint8).data
-        received = add_xor(block, [*layout.overlapping(at, at + length)], backend.reader.read_from_any)
-        self.received += received
-        _slow_down(received, began, self._max_bandwidth)
-        return block
 
 
 def _slow_down(nbytes: int, began: float, max_bandwidth: float | None) -> None:
@@ -331,8 +279,8 @@ class NodeCopier:
     def __init__(self, nodes: NodeSet, max_bandwidth: float | None, completed: Completed | None = None) -> None:
         self.uncopied: tuple[int, ...] = ()
         """Steps of which files of this node are still to be copied, or could not be when that was tried last."""
-        self._given = 0
-        self._parity = ParityWriter(nodes, max_bandwidth)
+        self.copied = 0
+        """Bytes that were given to other nodes, or read from them for parity."""
         self._nodes = nodes
         self._max_bandwidth = max_bandwidth
         self._complete: set[str | None] = set()
@@ -346,11 +294,6 @@ class NodeCopier:
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
-
-    @property
-    def copied(self) -> int:
-        """Bytes that were given to other nodes, or read from them for parity."""
-        return self._given + self._parity.received
 
     def add(self, after: Future[Any] | None = None) -> None:
         """Copy what is committed when ``after`` has ended, well or not."""
@@ -454,7 +397,7 @@ class NodeCopier:
                     there.backend.node(copy.target).delete(copy.path)
         if failed is not None:
             raise failed
-        self._parity.make_missing(there)
+        self._make_parity(there)
 
     def _copy(self, backend: SpreadBackend, copy: NodeCopy, file: DataFile, *, replace: bool) -> None:
         """Give one file to one node. ``replace``: it has one of this name that is not whole."""
@@ -466,9 +409,51 @@ class NodeCopier:
             for task in job.jobs():
                 began = time.monotonic()
                 count = task()
-                self._given += count
+                self.copied += count
                 _slow_down(count, began, self._max_bandwidth)
         except ConflictError:
             return  # another process was first
         finally:
             job.abort()  # does nothing to one that is committed
+
+    # ---- parity: ranges of files of other nodes, whose XOR is stored with a record of what it is
+
+    def _make_parity(self, there: SpreadFiles) -> None:
+        """Make the parity files that this node lacks of a checkpoint."""
+        missing, own = there.missing_parity(), there.backend.node(self._nodes.own)
+        # Others compute parity of this node's files. Only this node can compare them with their digests without reading
+        # them over the network; that it makes its own parity says that it has.
+        wanted = {term.path for one in missing for term in one.layout.terms}
+        for path, having in there.holders().items():
+            if self._nodes.own in having and path in wanted:
+                _compare(own, there.files[path])
+        for one in missing:
+            if one.target == self._nodes.own:
+                self._make(there.backend, own, there.id, one.layout)
+
+    def _make(self, backend: SpreadBackend, own: Backend, id: str, layout: ParityLayout) -> None:
+        record = ParityRecord(id, layout, ())
+        own.delete(record.record_path)  # of a process that died between the two, or of a disk that has cut one off
+        own.delete(record.path)
+        digests = []
+        try:
+            with own.create(record.path, layout.size) as writer:
+                for at in range(0, layout.size, BLOCK):
+                    block = self._block(backend, layout, at, min(BLOCK, layout.size - at))
+                    digests.append(block_digest(block))
+                    writer.write(at, [block])
+                writer.commit()
+            own.put_if(record.record_path, ParityRecord(id, layout, digests).encode(), expected=None)
+        except ConflictError:
+            return  # another process was first
+        if committed_id(own) != id:  # removed meanwhile, by somebody who did not see these files
+            own.delete(record.record_path)
+            own.delete(record.path)
+
+    def _block(self, backend: SpreadBackend, layout: ParityLayout, at: int, length: int) -> memoryview:
+        began = time.monotonic()
+        block = np.zeros(length, dtype=np.uint8).data
+        received = add_xor(block, [*layout.overlapping(at, at + length)], backend.reader.read_from_any)
+        self.copied += received
+        _slow_down(received, began, self._max_bandwidth)
+        return block

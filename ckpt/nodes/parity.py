@@ -59,16 +59,9 @@ class ParityRecord:
         return record_path(self.path)
 
     def encode(self) -> bytes:
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "size": self.layout.size,
-                "block": BLOCK,
-                "digests": [*self.digests],
-                "terms": [term._asdict() for term in self.layout.terms],
-            }
-        ).encode()
+        terms = [term._asdict() for term in self.layout.terms]
+        about = {"format": FORMAT, "version": VERSION, "size": self.layout.size, "block": BLOCK}
+        return json.dumps({**about, "digests": [*self.digests], "terms": terms}).encode()
 
     @classmethod
     def decode(cls, data: bytes, id: str, path: str) -> ParityRecord:

@@ -44,10 +44,10 @@ _THREADS = 16
 log = logging.getLogger("ckpt")
 
 
-def surviving_nodes(directory: str, known: Collection[str]) -> Sequence[StorageNode]:
-    """Those that answer of the daemons that ``CKPT_MEMORY`` names, without the ones whose ids are ``known``: these are the job's own.
-    ``directory``: ``memory://name`` of the run."""
-    addresses = settings.memory_machines()
+def surviving_nodes(directory: str, known: Collection[str | None]) -> Sequence[StorageNode]:
+    """Those that answer of the daemons that ``CKPT_MEMORY`` names, without the ones whose ids are ``known``: these are the job's own. None
+    if the ``directory`` of the run is no ``memory://name``."""
+    addresses = settings.memory_machines() if is_memory(directory) else ()
     if not addresses:
         return ()
     greeted = map_tasks(_greet, addresses, _THREADS, "ckpt-survivors")
@@ -118,7 +118,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
     """Find all nodes of the job. Collective."""
     me = own_node(directory, (group.rank,))
     if group.size == 1:
-        return JobNodes(nodes=[me], own=0, survivors=_survivors(directory, [_daemon_id(directory)]))
+        return JobNodes(nodes=[me], own=0, survivors=surviving_nodes(directory, [_daemon_id(directory)]))
     call = group.call("nodes", url, timeout)
     rows = call.map_reduce("look", lambda: {"node": me.name, "domain": me.domain, "host": me.host, "daemon": _daemon_id(directory)}, _nodes)
     own = next(n for n, row in enumerate(rows) if row["name"] == me.name)
@@ -145,7 +145,7 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
         survivors: list[StorageNode] = []
 
         def greet() -> Row:  # in a phase of the call, so that all ranks hear of an error
-            survivors.extend(_survivors(directory, [row["daemon"] for row in rows]))
+            survivors.extend(surviving_nodes(directory, [row["daemon"] for row in rows]))
             return {}
 
         call.map_reduce("survivors", greet, lambda rows: None)
@@ -171,10 +171,6 @@ def meet(group: Group, directory: str, url: str, timeout: float) -> JobNodes:
 def _daemon_id(directory: str) -> str | None:
     """Of the memory daemon of this machine, which is started if the directory is one of memory."""
     return memory_client.connect().changes()[0] if is_memory(directory) else None
-
-
-def _survivors(directory: str, own: Sequence[str | None]) -> Sequence[StorageNode]:
-    return surviving_nodes(directory, [id for id in own if id is not None]) if is_memory(directory) else ()
 
 
 def _nodes(rows: dict[int, Row]) -> list[Row]:

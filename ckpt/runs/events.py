@@ -40,9 +40,6 @@ Topic = Literal["slow", "stall", "straggler", "storage", "publishing", "unrestor
 class Event:
     """What happened. A field is None, or empty, where it says nothing about events of this kind, or is not known.
 
-    ===================  ===========================================================================================
-    ``kind``             what it means
-    ===================  ===========================================================================================
     ``save.begun``       a save was begun; training goes on. ``blocked`` is what the call took
     ``save.captured``    the state may change again
     ``save.durable``     the checkpoint is committed. ``seconds`` from the call to the commit
@@ -55,7 +52,6 @@ class Event:
     ``save.removed``     a checkpoint that no rule keeps is removed
     ``restore``          a checkpoint was loaded; with ``error`` and ``reason``, none could be
     ``alert``            something needs looking at: ``topic``, and ``reason`` in words
-    ===================  ===========================================================================================
     """
 
     kind: Kind

@@ -11,15 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
-from ckpt.concurrency import Rounds
+from ckpt.concurrency import Pending, Rounds
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
@@ -129,15 +127,15 @@ class Tiers:
         """What the root answers; None if it does not. Then it is not asked again before it has answered somebody else."""
         if not self._answers:
             return None
-        answer: Future[T] = Future()
-        threading.Thread(target=_answer, args=(ask, answer), name="ckpt-look", daemon=True).start()
+        asked, why = Pending(ask, "ckpt-look", daemon=True), f"no answer within {LOOK:g} s"
         try:
-            return answer.result(LOOK)
-        except (StorageError, FutureTimeoutError) as err:
-            self._answers = False
-            why = str(err) or f"no answer within {LOOK:g} s"
-            log.warning("%s cannot be seen, so this save counts as later than what was seen there before: %s", what, why)
-            return None
+            if asked.wait(LOOK):
+                return asked.result()
+        except StorageError as err:
+            why = str(err)
+        self._answers = False
+        log.warning("%s cannot be seen, so this save counts as later than what was seen there before: %s", what, why)
+        return None
 
     def _at_root(self) -> list[Step]:
         steps = [s for s in _list(self._known_root, self.root) if s.number is not None]
@@ -360,13 +358,6 @@ def _list(known: KnownSteps, root: str) -> list[Step]:
         hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
         raise UsageError("this is a checkpoint, not a run", where=root, hint=hint)
     return steps
-
-
-def _answer(ask: Callable[[], T], answer: Future[T]) -> None:
-    try:
-        answer.set_result(ask())
-    except BaseException as err:  # noqa: BLE001  whoever waits raises it
-        answer.set_exception(err)
 
 
 def _id_at(url: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from ckpt.io_backends.checks import path_problem
 from ckpt.io_backends.registry import join_url, open_backend
 
 if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend, CopySource, IOHints, ObjectMeta
+    from ckpt.io_backends.protocol import Backend, CopySource
 
 
 TENSORS = "tensors.arrow"
@@ -193,7 +193,7 @@ class RunBackend(Routed):
     why = "a checkpoint is not written to through its references"
 
     def __init__(self, own: Backend) -> None:
-        self._own = own
+        self.inner = own
         self._runs: dict[str, Backend] = {}
 
     def owner_url(self, path: str) -> str:
@@ -203,7 +203,7 @@ class RunBackend(Routed):
     def _run(self, path: str) -> Backend:
         owner = owner_of(path)
         if owner not in self._runs:
-            run, target = open_backend(split_url(self._own)[0]), self._own.link()
+            run, target = open_backend(split_url(self.inner)[0]), self.inner.link()
             if target is not None and not is_there(run, path[len(UP) :]):
                 run = open_backend(split_url(open_backend(target))[0])
             self._runs[owner] = run
@@ -211,22 +211,14 @@ class RunBackend(Routed):
 
     def route(self, path: str) -> tuple[Backend, str]:
         if not is_reference(path):
-            return self._own, path
+            return self.inner, path
         problem = reference_problem(path)
         if problem is not None:
             raise UsageError(problem, where=self.url, hint="`ckpt verify` says what is wrong with this index")
         return self._run(path), path[len(UP) :]
 
-    @property
-    def url(self) -> str:
-        return self._own.url
-
-    @property
-    def io_hints(self) -> IOHints:
-        return self._own.io_hints
-
     def nearby(self, paths: Collection[str]) -> Collection[str] | None:
-        near = self._own.nearby([path for path in paths if not is_reference(path)])
+        near = self.inner.nearby([path for path in paths if not is_reference(path)])
         if near is None:
             return None
         of_run: dict[Backend, list[str]] = {}
@@ -248,11 +240,3 @@ class RunBackend(Routed):
     def copy_source(self, path: str) -> CopySource | None:
         backend, inner = self.route(path)
         return backend.copy_source(inner)
-
-    def list_prefix(self, prefix: str = "") -> Iterator[ObjectMeta]:
-        """The checkpoint's own files."""
-        return self._own.list_prefix(prefix)
-
-    def list_dir(self, prefix: str = "") -> list[str]:
-        """The checkpoint's own files."""
-        return self._own.list_dir(prefix)

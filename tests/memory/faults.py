@@ -48,7 +48,7 @@ COPY_PHASES = {
     "arrive": ("ckpt.nodes.file_server:ArrivingFile", "commit"),
 }
 PARITY_PHASES = {
-    "parity": ("ckpt.nodes.copies:ParityWriter", "_make"),
+    "parity": ("ckpt.nodes.copies:NodeCopier", "_make"),
     "xor": ("ckpt.nodes.parity", "run_tasks"),
     "record": ("ckpt.nodes.parity:ParityRecord", "encode"),
     "compute": ("ckpt.nodes.parity:ParitySource", "_compute"),

@@ -241,7 +241,7 @@ def table(heads: Sequence[str], rows: Sequence[Markup], kind: str = "") -> Marku
 # ------------------------------------------------------------------------------------------------------------- heat maps
 
 
-def heat_table(heat: HeatMap, labels: Sequence[str], what: str, *, anchor: str | None = None) -> Markup:
+def heat_table(heat: HeatMap, labels: Sequence[str], *, anchor: str | None = None) -> Markup:
     """A row for each group of ranks, a column for each phase, seconds in the cells. Links lead to the rows of ranks of the ``anchor``."""
     names = list(heat.rows)
     rows = [
@@ -255,7 +255,9 @@ def heat_table(heat: HeatMap, labels: Sequence[str], what: str, *, anchor: str |
     ]
     middles = [number(brief(heat.medians[name] / 1e6), heat.medians[name]) for name in names]
     foot = tag("tfoot", tag("tr", tag("th", "median", scope="row"), *middles))
-    head = tag("thead", tag("tr", tag("th", what, scope="col"), *[tag("th", short(name, 16), scope="col", class_="n") for name in names]))
+    head = tag(
+        "thead", tag("tr", tag("th", "seconds", scope="col"), *[tag("th", short(name, 16), scope="col", class_="n") for name in names])
+    )
     return tag("div", tag("table", head, tag("tbody", *rows), foot, class_="sortable heat"), class_="scroll", tabindex="0")
 
 

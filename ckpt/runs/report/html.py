@@ -353,7 +353,7 @@ def _of_one(detail: Detail, anchor: str) -> Iterator[Markup]:
     heat = detail.heat
     about = "Colour compares a rank with the median rank of the phase. "
     if detail.rows is None:
-        body = charts.heat_table(heat, [charts.group_name(group) for group in heat.groups], "seconds", anchor=anchor)
+        body = charts.heat_table(heat, [charts.group_name(group) for group in heat.groups], anchor=anchor)
     else:
         size = len(heat.groups[0])
         in_column = "ranks" if size == 1 else f"cells of {size} ranks, the slowest of them"
@@ -362,7 +362,7 @@ def _of_one(detail: Detail, anchor: str) -> Iterator[Markup]:
     yield _section("Ranks and phases", charts.heat_legend(), body, about=about)
     for group in detail.groups:
         left = f" The {group.left_out:,} fastest are left out." if group.left_out else ""
-        table = charts.heat_table(group.heat, [short(label, 40) for label in group.labels], "seconds")
+        table = charts.heat_table(group.heat, [short(label, 40) for label in group.labels])
         yield _section(f"By {short(group.title, 40)}", table, about=f"The median rank of each.{left}")
     times = detail.times
     clocks = "by the clocks of their machines" if times.aligned else "each from its own beginning: their clocks are too far apart"
