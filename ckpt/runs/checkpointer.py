@@ -24,14 +24,15 @@ from ckpt.engine.save.background import SaveHandle, start_save, stats_of
 from ckpt.engine.save.base import SaveBase
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
-from ckpt.errors import CkptError, NotFoundError, StorageError, UsageError
+from ckpt.errors import CkptError, CoverageError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import Branches
 from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
+from ckpt.plan.tables import grouped, ranks_text
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
 from ckpt.settings import check_positive
-from ckpt.state.walk import check_state
+from ckpt.state.walk import check_state, plain_parameters
 from ckpt.telemetry.progress import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
@@ -214,6 +215,8 @@ class Checkpointer:
             FormatError: another release wrote the newest one: going back behind it would lose what it has.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
+            CoverageError: the run has no checkpoint, and ranks have other parameters than others without a ``layout``, such as stages of a
+                pipeline: the first save would fail.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
             ConflictError: the other members of the run did not come within ``timeout``.
         """
@@ -256,9 +259,10 @@ class Checkpointer:
             group = Job.of(options.get("job")).process_group
             if group is not None and current_group(group) is not self._group:
                 raise UsageError("a Checkpointer restores on the ranks that it was made with", hint="leave process_group= out of restore")
-            return {}
+            stated = self._group.size == 1 or self._options.layout is not None or self._options.part is not None
+            return {} if stated else plain_parameters(state)
 
-        self._group.call("restore", self.root, self._timeout).map_reduce("begin", check, lambda rows: None)
+        different = self._group.call("restore", self.root, self._timeout).map_reduce("begin", check, _different_parameters)
         began, reports = time.perf_counter(), list[LoadReport]()
         spans: dict[int, Row] = {}
         catalogs: list[Catalog] = []
@@ -286,6 +290,9 @@ class Checkpointer:
             if self._options.reusable:
                 self._bases.restored(restored.url if own is not None else None, catalogs)
             self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, reports[-1].bytes_needed, spans=spans)
+        if restored is None and different is not None:  # now, not at the first save
+            text = f"ranks have other parameters than others, and no layout says where they lie, so nothing can be saved: {different}"
+            raise CoverageError(text, where=self.root, hint="stages of a pipeline: Checkpointer(layout=...), docs/layouts.md#pipelines")
         if self._tiers.uploader is not None:
             for spread in self._tiers.spreads:
                 spread.add()
@@ -660,6 +667,15 @@ class Checkpointer:
                 log.error("steps are not published yet: %s", self.unpublished)
         finally:
             self._stop()
+
+
+def _different_parameters(rows: Mapping[int, Row]) -> str | None:
+    """On the leader: what the ranks have, unless they have the same."""
+    if not all("parameters" in row for row in rows.values()):
+        return None
+    groups = grouped(rows, "parameters")
+    each = [f"{rows[ranks[0]]['shown']} on {ranks_text(ranks)}" for _, ranks in groups[:3]]
+    return "; ".join([*each, *["…"] * (len(groups) > 3)]) if len(groups) > 1 else None
 
 
 def _raise(error: BaseException | None) -> None:

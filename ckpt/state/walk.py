@@ -12,6 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import xxhash
+
+from ckpt import units
 from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.tree import join
@@ -51,6 +54,22 @@ def scan_state(state: object) -> StateScan:
     if meshes:
         scan.meshes = in_order(meshes.values())
     return scan
+
+
+def plain_parameters(state: object) -> dict[str, str]:
+    """What ranks compare of the modules' plain parameters, which every rank has that no layout is given for: a digest of their names, and
+    what to say of them. Empty if a library's engine knows where they lie."""
+    modules = scan_state(state).modules
+    if any(type(module).__module__.startswith("deepspeed") for _, module in modules):
+        return {}
+    names = [
+        join(path, name)
+        for path, module in modules
+        for name, p in module.named_parameters()
+        if type(p) in lazy.PLAIN and not hasattr(p, "global_shape") and not hasattr(p, "__create_chunk_list__")
+    ]
+    shown = f"{units.plural(len(names), 'parameter')} from {names[0]} to {names[-1]}" if names else "none"
+    return {"parameters": xxhash.xxh3_64_hexdigest("\n".join(sorted(names)).encode()), "shown": shown}
 
 
 def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes: dict[int, DeviceMesh]) -> None:

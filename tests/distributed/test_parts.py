@@ -65,6 +65,16 @@ def different(url: str) -> list[str]:
         with pytest.raises(ckpt.errors.ConsistencyError, match="different options: .*reuse=True on rank 1") as refused:
             c.save(1, job(2, 0)).result()
         problems.append(refused.value.message)
+    own = {"model": torch.nn.ModuleDict({f"layer{rank}": torch.nn.Linear(2, 2)})}  # as plain stages of a pipeline are named
+    text = "2 parameters from model.layer1.weight to model.layer1.bias on rank 1"
+    with ckpt.Checkpointer(f"{url}-stage") as c, pytest.raises(ckpt.errors.CoverageError, match=text):
+        c.restore(own)
+    layout = ckpt.Layout({"pp": 2}, rules=[(f"*layer{n}.*", ckpt.Stage("pp", n)) for n in range(2)])
+    with ckpt.Checkpointer(f"{url}-stage", layout=layout) as c:
+        assert c.restore(own) is None
+        c.save(1, own)
+    with ckpt.Checkpointer(f"{url}-stage") as c:
+        assert c.restore(own) == 1
     return problems
 
 
