@@ -48,12 +48,13 @@ def holdings(rank: int, number: int) -> Holdings:
         local = local_array(SOURCE, array, rank)
         assert local is not None
         tensors[n] = TensorParts(2, 4, [BoxMemory(piece.box, np.ascontiguousarray(local))])
-    return Holdings(tensors=tensors)
+    return Holdings(tensors=tensors, is_sealed=True)
 
 
 @pytest.fixture
-def servers() -> Iterator[dict[int, Holder]]:
-    """Four ranks that have versions 1 and 2."""
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Holder]]:
+    """Four ranks that have versions 1 and 2. They compare boxes where they lie, and pack those that are strided."""
+    monkeypatch.setattr("ckpt.settings.WORTH_A_CALL", 256)
     started = {}
     for rank in range(4):
         versions = {f"v{n}": holdings(rank, n) for n in (1, 2)}
@@ -74,7 +75,7 @@ class Receiver:
 
     def __init__(self, arrays: list[np.ndarray]) -> None:
         self.arrays = arrays
-        boxes = (Box((5, 3), (80, 390)),)
+        boxes = (Box((5, 3), (40, 390)), Box((45, 0), (40, SHAPE[1])))
         self.plan: TransferPlan = plan_transfers(
             [want(f"t{i}", i, 4, SOURCE, SHAPE, boxes) for i in range(3)], rank=RECEIVER, piece=32 << 10
         )
