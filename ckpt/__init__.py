@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .converters.export_plan import ExportReport as ExportReport
     from .converters.importer import translated as translated
     from .converters.live_export import export as export
+    from .converters.mapping.convention import Translation as Translation
     from .converters.merge import MergeReport as MergeReport
     from .converters.merge import merge as merge
     from .converters.target import MegatronParallel as MegatronParallel
@@ -104,6 +105,7 @@ _WHERE = {
     "merge": "converters.merge",
     "export": "converters.live_export",
     "translated": "converters.importer",
+    "Translation": "converters.mapping.convention",
     "configure_storage": "io_backends.registry",
     "PerRank": "state.walk",
     "Layout": "plan.layout.layout",

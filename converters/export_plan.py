@@ -22,7 +22,7 @@ import numpy as np
 
 from ckpt import settings, units
 from ckpt.catalog import CatalogDefaults, Extent, Grid, TensorEntry
-from ckpt.converters.mapping.convention import model_views
+from ckpt.converters.mapping.convention import Translation, check_translation
 from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.layout.geometry import Box, IntArray, flat_to_boxes, row_major_strides, strided_blocks
@@ -292,9 +292,7 @@ class ExportReport:
 class ExportOptions(SelectOptions):
     """What all ranks have to give alike; see ``export``."""
 
-    names: str | None
-    convention: str
-    numbers: Mapping[str, int]
+    translation: Translation | None
     shard_size: int | str | None
     overwrite: bool
     memory: int
@@ -304,14 +302,14 @@ class ExportOptions(SelectOptions):
     check_replicas: bool
 
     def selection(self, numbers: Mapping[str, int]) -> SelectOptions:
-        """What of the state is taken; ``numbers`` of the model are these options' and those of its configuration."""
-        return self if self.names is None else replace(self, views=model_views(self.names, self.convention, numbers))
+        """What of the state is taken; ``numbers`` are those of the model's configuration."""
+        return self if self.translation is None else replace(self, views=self.translation.views(numbers))
 
     def check(self) -> None:
         """Raise UsageError unless the arguments have their types and the numbers can be."""
-        for name, value in {"names": self.names, "convention": self.convention, "root": self.root}.items():
-            if not (isinstance(value, str) or (value is None and name != "convention")):
-                raise UsageError(f"{name}= is text{'' if name == 'convention' else ' or None'}, not {value!r}")
+        check_translation(self.translation)
+        if self.root is not None and not isinstance(self.root, str):
+            raise UsageError(f"root= is text or None, not {self.root!r}")
         check_sizes(memory=self.memory, shard_size=None if isinstance(self.shard_size, str) else self.shard_size)
         if self.memory < settings.LEAST_MEMORY:
             raise UsageError(f"{self.memory} bytes of memory are too few", hint=f"at least {settings.LEAST_MEMORY} (memory=)")

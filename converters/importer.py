@@ -17,7 +17,7 @@ from typing import NamedTuple
 import xxhash
 
 from ckpt.catalog import Catalog, Contents, Extent, SourceFile, TensorEntry
-from ckpt.converters.mapping.convention import translated_views as views_of
+from ckpt.converters.mapping.convention import Translation, check_translation, numbers_of_files
 from ckpt.engine.digest_reader import ChunkDigest, ChunkName, DigestReader
 from ckpt.engine.verify import verify
 from ckpt.errors import ConflictError, CorruptError, NotFoundError, UsageError
@@ -269,22 +269,19 @@ def _look(backend: Backend, name: str) -> _FileStamp | None:
 
 def translated(
     url: str | os.PathLike[str],
+    translation: Translation,
     *,
-    names: str | os.PathLike[str],
-    convention: str,
-    numbers: Mapping[str, int] | None = None,
     skip: Sequence[str] = (),
     only: Sequence[str] = (),
 ) -> str:
-    """A checkpoint in other names, without a step in between: ``ckpt.load(translated("megatron/", …), state)``; likewise ``ckpt.open``.
+    """A checkpoint in other names, without a step in between: ``ckpt.load(translated("megatron/", translation), state)``; likewise
+    ``ckpt.open``.
 
     What it gives is the URL of a virtual checkpoint in the memory of this process. Every rank makes its own.
 
     Args:
         url: a checkpoint of any format, but no virtual one.
-        names: a translation that comes with ckpt, or the path of a ``.toml`` file (docs/formats.md).
-        convention: the naming convention that the state has, such as ``"huggingface"``.
-        numbers: of the model, where the checkpoint does not tell them: ``{"query_groups": 8}``.
+        translation: into the convention that the state has.
         skip: globs of stored names: these tensors are left out, and no rule of the translation has to take them.
         only: globs of new names and of paths of values: others are left out.
 
@@ -294,9 +291,10 @@ def translated(
         UsageError: there is no such translation, or the tensors, steps or options do not fit it.
         CoverageError: a tensor would have elements that no file has.
     """
-    url, names = url_text(url), url_text(names)
+    url = url_text(url)
+    check_translation(translation)
     # The id follows from what the checkpoint is, so that each rank of a job can make its own and load from it.
-    views = views_of(url, names, convention, numbers or {})
+    views = translation.views(numbers_of_files(url))
     catalog = _opened(url)
     contents = _point(catalog, SelectOptions(views=views, only=only, skip=skip)).contents()
     tensors = [(t.name, t.dtype.name, t.shape, t.logical, t.alias, t.rank, contents.extents.get(t.name)) for t in contents.tensors]

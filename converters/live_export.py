@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, units
-from ckpt.converters.mapping.translation import changed
+from ckpt.converters.mapping.convention import Translation
 from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.replicas import Replicas, compare_replicas
@@ -137,7 +137,7 @@ class Export:
         agreed: Row = {
             "tables": [[call.leave(call.fetch(digest)), ranks] for digest, ranks in grouped(rows, "table")],
             "state": call.leave(json.dumps(state).encode()),
-            "numbers": changed(configuration.numbers, options.numbers),
+            "numbers": dict(configuration.numbers),
             "base": None if base is None else base.this.id,
             "tokens": None,
             "parts": None,
@@ -280,9 +280,7 @@ def export(
     url: str | os.PathLike[str],
     state: Module | Mapping[str, Any],
     *,
-    names: str | None = None,
-    convention: str = "huggingface",
-    numbers: Mapping[str, int] | None = None,
+    translation: Translation | None = None,
     only: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     root: str | None = None,
@@ -307,7 +305,7 @@ def export(
     Args:
         url: a directory, or one file if it ends in ``.safetensors``. All ranks must see the same storage.
         state: a model, or a state as ``ckpt.save`` takes it. A plain tensor that only some ranks have is whole there.
-        names: a translation, such as ``"llama"``, into ``convention``. ``numbers`` of the model that ``config`` lacks: ``{"heads": 32}``.
+        translation: other names for the tensors; its ``numbers`` go before those in ``config``.
         only, exclude: globs of new names.
         root: the key of the state that has the model; by default the only one with tensors.
         dtype: of floating-point tensors: ``"bfloat16"`` or ``torch.bfloat16`` and the like. By default as they are.
@@ -337,9 +335,7 @@ def export(
     """
     url = url_text(url)
     options = ExportOptions(
-        names=names,
-        convention=convention,
-        numbers=_numbers(numbers),
+        translation=translation,
         only=only,
         exclude=exclude,
         root=root,
@@ -361,16 +357,6 @@ def export(
             check_layout(layout, group.ranks)
         seconds, workers = settings.timeout(job.timeout), settings.threads(job.threads)
     return _run(group.call("export", url, seconds), options, config, state, layout, workers)
-
-
-def _numbers(given: object) -> dict[str, int]:
-    if given is None:
-        return {}
-    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-        raise UsageError(f"numbers= are numbers by name, not {given!r}", hint='numbers={"num_layers": 32}')
-    for name, value in given.items():
-        settings.check_whole(value, f"numbers[{name!r}]", 0)
-    return dict(given)
 
 
 def _run(

@@ -64,7 +64,7 @@ MODULES = (
         "api/formats-and-names.md",
         "ckpt: formats and names",
         ckpt,
-        ("convert", "merge", "export", "translated", "ConvertReport", "MergeReport", "ExportReport", "MegatronParallel"),
+        ("convert", "merge", "export", "translated", "Translation", "ConvertReport", "MergeReport", "ExportReport", "MegatronParallel"),
     ),
     ("api/policies.md", "ckpt.policies", policies, tuple(name for name in policies.__all__ if name != "Any")),
     ("api/training.md", "ckpt.training", training, tuple(training.__all__)),

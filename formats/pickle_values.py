@@ -176,8 +176,8 @@ class PickleValues:
         hint = "the file is damaged, or was made to do harm: get it again from where it was written"
         raise CorruptError(f"the file has {what}", where=self.where, hint=hint) from cause
 
-    def refuse(self, what: str) -> NoReturn:
-        hint = "load it with the library that wrote it, and save plain dense tensors"
+    def refuse(self, what: str, save: str = "save plain dense tensors") -> NoReturn:
+        hint = f"load it with the library that wrote it, and {save}"
         raise FormatError(f"the file has {what}, which is not known here", where=self.where, hint=hint)
 
     # ---- tensors
@@ -250,7 +250,7 @@ def _from_type(v: PickleValues, made: Made) -> Any:
         name = _class(inner.args[0] if type(inner.args[0]) is GlobalName else kind)
         reader = {"DTensor": dtensor, "ShardedTensor": sharded_tensor}.get(name.rpartition(".")[2])
         if reader is None:
-            v.refuse(f"a tensor of the class {name}")
+            v.refuse(f"a tensor of the class {name}", "save it with ckpt.save, which stores what such a tensor is made of")
         return reader(v, inner)
     if _class(kind) not in _PLAIN_TENSORS:
         v.refuse(f"a tensor of the class {_class(kind)}")

@@ -268,7 +268,10 @@ class Transfer:
         meter.total += sum(self.sizes[path] for path in damaged)
         self._make_room((there.keys() - complete) | damaged)
         missing = (sizes.keys() - complete) | damaged
-        self._copy_index(missing, meter)
+        for path, data in self.index.items():
+            if path in missing:
+                self.journal.write(path, data)
+                meter.add(len(data))
         copies: list[FileCopy] = []
 
         def jobs() -> Iterator[CopyTask]:
@@ -330,12 +333,6 @@ class Transfer:
             self.made_room = True
             claim(self.target, self.record.id)
         self.target.delete_many(sorted(bad))
-
-    def _copy_index(self, missing: set[str], meter: _Meter) -> None:
-        for path, data in self.index.items():
-            if path in missing:
-                self.journal.write(path, data)
-                meter.add(len(data))
 
     # ---- the end
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -161,15 +161,14 @@ def check_native_files(catalog: NativeCatalog, problems: list[Problem]) -> froze
 
     results = map_tasks(check, range(len(catalog.files)), _THREADS, "ckpt-headers")
     broken = frozenset(row for row, (problem, _) in enumerate(results) if problem is not None)
-    problems += [_with_loss(problem, expected[row]) for row, (problem, _) in enumerate(results) if problem is not None]
+    for row, (problem, _) in enumerate(results):
+        if problem is not None:
+            lost = units.plural(expected[row], "chunk")
+            problems.append(replace(problem, message=f"{problem.message}; not checked: {lost} in it"))
     uneven = {row for row, (_, differs) in enumerate(results) if differs}
     if uneven:
         problems += _unknown_chunks(catalog, uneven)
     return broken
-
-
-def _with_loss(problem: Problem, chunks: int) -> Problem:
-    return Problem(kind=problem.kind, file=problem.file, message=f"{problem.message}; not checked: {units.plural(chunks, 'chunk')} in it")
 
 
 def _check_size(backend: Backend, file: DataFile) -> Problem | None:

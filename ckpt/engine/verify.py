@@ -176,10 +176,12 @@ def verify(
     except CorruptError as err:
         problems = check_index(open_backend(url), err)
         return VerifyReport(files=0, chunks=0, undigested=0, bytes=0, seconds=time.monotonic() - began, problems=tuple(problems))
-    structure = _structure(catalog) if work is None else _agreed_structure(catalog, work)
     if work is None:
+        problems, broken = _check_structure(catalog)
+        structure = _with_chunks(catalog, broken, problems)
         done = _read_all(catalog.backend, _jobs(structure.reads), threads, progress)
     else:
+        structure = _agreed_structure(catalog, work)
         done = _read_part(catalog.backend, _jobs(structure.reads), threads, progress, work)
     if (structure.problems or done.problems) and (replaced := replacement(catalog)) is not None:
         raise replaced
@@ -205,11 +207,6 @@ class _Structure:
     files: int
     chunks: int
     reads: list[ChunkToVerify]
-
-
-def _structure(catalog: Catalog) -> _Structure:
-    problems, broken = _check_structure(catalog)
-    return _with_chunks(catalog, broken, problems)
 
 
 def _check_structure(catalog: Catalog) -> tuple[list[Problem], frozenset[int]]:

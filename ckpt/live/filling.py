@@ -10,7 +10,6 @@ made of, whose memory is the same. Nothing is put together elsewhere and then co
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -22,7 +21,6 @@ import torch
 import xxhash
 
 from ckpt.catalog import Grid, TensorEntry
-from ckpt.converters.mapping.convention import model_views
 from ckpt.converters.selection import OutputTensor, SelectOptions, Views, choose
 from ckpt.engine.load.whole_chunks import Stored, copy_box, wanted_boxes
 from ckpt.errors import CkptError, ConsistencyError, UsageError
@@ -39,17 +37,6 @@ from .pull import piece_boxes
 
 Target = tuple[LocalTensor, TensorEntry]
 """Memory of the receiver, and the tensor of the source that goes there."""
-
-
-def views_of(names: str | os.PathLike[str] | None, convention: str | None, numbers: Mapping[str, int] | None) -> Views | None:
-    """The translation that a caller asks for; None if it asks for none."""
-    if names is None:
-        if convention is not None or numbers:
-            raise UsageError("convention= and numbers= are for a translation of names", hint="give names= too, or leave them out")
-        return None
-    if convention is None:
-        raise UsageError("names= says how names are translated, but not into which", hint='give convention= too, such as "huggingface"')
-    return model_views(os.fspath(names), convention, numbers or {})
 
 
 def in_other_names(catalog: LiveCatalog, views: Views, *, strict: bool) -> LiveCatalog:
@@ -74,9 +61,7 @@ def in_other_names(catalog: LiveCatalog, views: Views, *, strict: bool) -> LiveC
 def check_alike(rows: Mapping[int, Row]) -> None:
     """Leader: raise ConsistencyError unless all ranks translate alike; ``rows`` have the digests of their translations."""
     if len({row["translation"] for row in rows.values()}) > 1:
-        raise ConsistencyError(
-            "the ranks translate the names in different ways", hint="give the same names=, convention= and numbers= on every rank"
-        )
+        raise ConsistencyError("the ranks translate the names in different ways", hint="give the same translation= on every rank")
 
 
 def _entry(wanted: OutputTensor) -> TensorEntry:

@@ -36,7 +36,7 @@ from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList
 from ckpt.text import parse_json
 
-from .holdings import Packable
+from .holdings import Holdings, Packable
 
 PURPOSE = "pieces"
 MACHINE = struct.Struct("<H")
@@ -201,7 +201,7 @@ class PieceComparer:
     def __init__(self) -> None:
         self._memory = _PieceMemory(2)
 
-    def changes(self, base: Packable, new: Packable, requests: RequestList, piece: int) -> bytes | int:
+    def changes(self, base: Holdings, new: Holdings, requests: RequestList, piece: int) -> bytes | int:
         """What makes the new version of a piece of the base; or the parcel of the piece itself, if that is no longer, or the base lacks
         some of it."""
         with self._memory.lent() as view:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,6 +27,7 @@ import torch
 
 from ckpt import settings
 from ckpt.concurrency import gc_paused
+from ckpt.converters.mapping.convention import Translation, check_translation
 from ckpt.converters.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all, verdict_of
 from ckpt.engine.save.job import wait_for_pending_save
@@ -42,7 +42,7 @@ from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.progress import ProgressCallback, callback_of
 from ckpt.telemetry.spans import Spans
 
-from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, views_of, worded
+from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, worded
 from .holdings import Holdings
 from .pull import PiecePull, Pulled
 from .reshard_offers import Meeting, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
@@ -132,9 +132,7 @@ def reshard(
     rename: Mapping[str, str] | None = None,
     strict: bool = True,
     cast: bool = False,
-    names: str | os.PathLike[str] | None = None,
-    convention: str | None = None,
-    numbers: Mapping[str, int] | None = None,
+    translation: Translation | None = None,
     check_replicas: bool = True,
     job: Job | None = None,
     progress: bool | ProgressCallback | None = None,
@@ -154,8 +152,7 @@ def reshard(
             ``new_layout`` for those that have a new one.
         only: globs of names in the new state to fill; all others are left alone.
         rename, strict, cast: as for :func:`ckpt.load`, with the old state in the place of the checkpoint.
-        names, convention, numbers: as for :func:`ckpt.translated`: the old state in other names, where fused tensors come apart and others
-            are put together. ``rename`` and ``only`` speak of the new names.
+        translation: the old state in other names; ``rename`` and ``only`` speak of these.
         check_replicas: compare the bytes of replicated tensors between the ranks that have them, as :func:`ckpt.save` does: they are then
             taken from any of these.
         job: all ranks that take part, old and new; its ``threads``: ranks that this one takes bytes from at once.
@@ -184,9 +181,10 @@ def reshard(
         progress=None if progress is None else callback_of(progress=progress, leads=base.rank == base.leader, title="reshard"),
         spans=Spans(on=settings.spans()),
     )
-    views = views_of(names, convention, numbers)
-    translation = names if names is None else os.fspath(names), convention, sorted((numbers or {}).items())
-    asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, check_replicas, translation])
+    check_translation(translation)
+    views = None if translation is None else translation.views()
+    into = None if translation is None else asdict(translation)
+    asked = json.dumps([options.selection.only, options.selection.rename, strict, cast, check_replicas, into], sort_keys=True)
     ranks = reshard_ranks(base)
     call = ranks.group.call("reshard", WHAT, options.timeout)
     load = LoadJob(call=call, options=options)

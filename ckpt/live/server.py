@@ -24,7 +24,7 @@ from ckpt.net.streams import ALIVE, IN_STREAM, RECORD
 from ckpt.net.wire import Channel
 from ckpt.plan.transfers import MOST_PIECE, RequestList, digest_of
 
-from .holdings import Packable
+from .holdings import Holdings, Packable
 from .pieces import (
     CHANGES,
     DIGESTS,
@@ -147,7 +147,7 @@ class PieceServer:
                 with self._lock:  # first: who has the last piece may look at it
                     self._sent += requests.bytes_of(piece)
                 parcel = WHOLE if base is not None or not base_version else WHOLE_NOT_KEPT
-                if base is not None and self._comparer is not None:
+                if base is not None and self._comparer is not None and isinstance(holdings, Holdings):
                     changes = self._comparer.changes(base, holdings, requests, piece)
                     if isinstance(changes, bytes):
                         outlet.put_beside(CHANGES, piece, changes)
@@ -161,14 +161,15 @@ class PieceServer:
             outlet.settle(0)
             _send_failure(channel, err)
 
-    def _base(self, version: str) -> Packable | None:
+    def _base(self, version: str) -> Holdings | None:
         """What a receiver says that it has; None if changes since then cannot be told."""
         if self._comparer is None:
             return None
         try:
-            return self._holdings(version)
+            holdings = self._holdings(version)
         except NotFoundError:
             return None
+        return holdings if isinstance(holdings, Holdings) else None
 
 
 def _send_failure(channel: Channel, err: Exception) -> None:

@@ -7,7 +7,6 @@ them. All ranks switch to a version, or none: nothing of the state changes befor
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from ckpt import settings
+from ckpt.converters.mapping.convention import Translation, check_translation
 from ckpt.engine.load.fill import LoadJob, LoadOptions, accept, nothing
 from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.net.call import Call
@@ -32,7 +32,7 @@ from ckpt.telemetry.progress import ProgressCallback, callback_of, reported
 from ckpt.telemetry.spans import Spans
 
 from .control import SinkSecret, split_address
-from .filling import in_other_names, views_of
+from .filling import in_other_names
 from .holdings import Version
 from .offered import DROPS, OfferedVersion, SourceConnection, find_newest
 from .pull import Pulled
@@ -55,8 +55,7 @@ class Sink:
         relay: other sinks whose ranks want the same boxes take from this one too, so that the source sends less. It keeps what came from
             other machines until the next take, beside the state; so ``switch`` must be ``"double"``.
         only, rename, strict, cast: as for ``ckpt.load``.
-        names, convention, numbers: as for ``ckpt.translated``: the source's state in other names, where fused tensors come apart and others
-            are put together. ``rename`` and ``only`` speak of the new names.
+        translation: the source's state in other names; ``rename`` and ``only`` speak of these.
         secret: as the source's; by default ``CKPT_LIVE_SECRET``, or what a source on this machine has left in a file of this account.
         job: which ranks the engine has, and after how many seconds without a sign of life one of them, or the source, counts as dead.
 
@@ -76,9 +75,7 @@ class Sink:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
-        names: str | os.PathLike[str] | None = None,
-        convention: str | None = None,
-        numbers: Mapping[str, int] | None = None,
+        translation: Translation | None = None,
         secret: str | bytes | None = None,
         job: Job | None = None,
     ) -> None:
@@ -90,6 +87,7 @@ class Sink:
             )
         job = Job.of(job)
         check_flags(relay=relay, strict=strict, cast=cast)
+        check_translation(translation)
         check_state(into)
         base = current_group(job.process_group)
         if layout is not None:
@@ -98,7 +96,7 @@ class Sink:
         split_address(address)  # before anything is done for it
         self._state = into
         self._in_place = switch == "in-place"
-        self._views = views_of(names, convention, numbers)
+        self._views = None if translation is None else translation.views()
         self._options = LoadOptions(
             layout=layout,
             selection=Selection(only=globs_of_only(only), rename=rules_of_rename(rename)),

@@ -159,7 +159,8 @@ def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: in
         "strict=False leaves missing and unexpected names alone": missing or unexpected,
         "cast=True converts dtypes": any("(cast=True converts)" in text for text in texts),
         "layout= says which parts of larger tensors plain ones are (docs/layouts.md)": any(
-            _may_be_part(mine, stored) or ranks > 1 for stored, mine in shapes
+            ranks > 1 or (len(mine) == len(stored) and all(m and not s % m for m, s in zip(mine, stored, strict=True)))
+            for stored, mine in shapes
         ),
         "give the module the stored shape first: module.load_state_dict({name: ckpt.open(url)[path].read(), ...})": any(
             "of its own, which is not called" in text for text in texts
@@ -175,10 +176,6 @@ _SHAPES = re.compile(r"shape \[([\d, ]*)\] in the checkpoint, \[([\d, ]*)\] in t
 
 def _numbers(listed: str) -> tuple[int, ...]:
     return tuple(int(n) for n in listed.split(",") if n)
-
-
-def _may_be_part(mine: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    return len(mine) == len(stored) and all(m and not s % m for m, s in zip(mine, stored, strict=True))
 
 
 def castable(stored: DType, wanted: DType) -> bool:

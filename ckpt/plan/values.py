@@ -52,7 +52,9 @@ def join_values(nodes: Variants) -> Node:
 def _merge(path: str, nodes: Variants, conflicts: list[str]) -> Node:
     if len(nodes) == 1:
         return nodes[0][1]
-    mappings = [(ranks, pairs) for ranks, n in nodes if (pairs := _module_pairs(n)) is not None]
+    # A module that has no extra states on these ranks is written like one that has.
+    pairs_by_ranks = [(ranks, [("", n)] if tag_of(n) == "$tensors" else pairs_of(n)) for ranks, n in nodes]
+    mappings = [(ranks, pairs) for ranks, pairs in pairs_by_ranks if pairs is not None]
     if len(mappings) == len(nodes) and any(tag_of(n) != "$tensors" for _, n in nodes):
         return _merge_mappings(path, mappings, conflicts)
     variants = _distinct(nodes)
@@ -72,11 +74,6 @@ def _merge(path: str, nodes: Variants, conflicts: list[str]) -> Node:
         return columns if isinstance(first, list) else {"$tuple": columns}
     conflicts.append(_conflict(path, variants))
     return first
-
-
-def _module_pairs(node: Node) -> list[tuple[Node, Node]] | None:
-    """``pairs_of``, with a module that has no extra states on these ranks written like one that has."""
-    return [("", node)] if tag_of(node) == "$tensors" else pairs_of(node)
 
 
 def _joinable(variants: Variants, elements: Sequence[list[Node] | None]) -> bool:

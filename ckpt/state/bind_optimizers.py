@@ -193,9 +193,10 @@ class OptimizerBinder:
                 self.take_options(optimizer, group, node, path)
 
     def take_options(self, optimizer: Optimizer, group: dict[str, Any], node: Node, path: str) -> None:
-        other = _other_kind(group, _options(node))
-        if other is not None:
-            self.binding.misfits.append(f"{path}: {other}")
+        here, there = _TELLING & group.keys(), _TELLING & _options(node).keys()
+        if not there <= here:  # the state of another kind of optimizer would be of no use
+            what = f"in the checkpoint: {sorted(there) or 'none'}, in the state {sorted(here) or 'none'}"
+            self.binding.misfits.append(f"{path}: options of another kind of optimizer {what}")
             return
         target = GroupOptions(group)
         self.binding.options.append(
@@ -309,14 +310,6 @@ def _options(node: Node) -> dict[str, Any]:
 
 _TELLING = frozenset({"betas", "momentum", "alpha", "rho", "etas", "lambd", "beta2_decay", "max_iter", "lr_decay"})
 """Options that one kind of optimizer has and another has not."""
-
-
-def _other_kind(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> str | None:
-    """Why options are those of another kind of optimizer, whose state would be of no use; None if they are not."""
-    here, there = _TELLING & group.keys(), _TELLING & loaded.keys()
-    if there <= here:
-        return None
-    return f"options of another kind of optimizer in the checkpoint: {sorted(there) or 'none'}, in the state {sorted(here) or 'none'}"
 
 
 def _differences(mappings: Sequence[Node]) -> str:

@@ -260,7 +260,7 @@ def module_of(engine: Any, path: str) -> nn.Module | None:
         raise StateError(f"this engine of DeepSpeed cannot be part of a state: {problem}", where=path, hint=hint)
     if module not in _engines:
         warn_if_untried("deepspeed", TRIED)
-        _engines[module] = ref(engine)
+    _engines[module] = ref(engine)  # the one of this state: it may have had another before
     return module  # type: ignore[no-any-return]
 
 
@@ -344,6 +344,8 @@ def _parts(zero: Any) -> Iterator[tuple[torch.Tensor, FlatPart]]:
         for number, (params, flat) in enumerate(zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)):
             ranks, start = _ranks(zero._get_sub_group_process_group(number)), 0
             for param in params:
+                if getattr(param, "_z3_optimizer", zero) is not zero:
+                    raise _of_another()
                 each = param.partition_numel()
                 yield param, _zero_part(flat, flat, tuple(param.ds_shape), ranks, window_sizes(each, 0, param.ds_numel, len(ranks)), start)
                 start += each
@@ -359,10 +361,16 @@ def _parts(zero: Any) -> Iterator[tuple[torch.Tensor, FlatPart]]:
             sizes = window_sizes(flat.numel(), offset, param.numel(), len(ranks))
             part = _zero_part(flat, flat, tuple(param.shape), ranks, sizes, max(offset - begins, 0))
             stated = getattr(param, "_hp_mapping", None)
+            if stated is not None and stated.hp_fragment.untyped_storage()._cdata != flat.untyped_storage()._cdata:
+                raise _of_another()
             if stated is not None and (stated.hp_fragment_address.start, stated.hp_fragment_address.numel) != (part.start, part.count):
                 text = f"DeepSpeed says that this rank has {stated.hp_fragment_address}, its sizes say {part.count} from {part.start} on"
                 raise StateError(text, where="ZeRO's partitions", hint=f"use DeepSpeed {TRIED}")
             yield param, part
+
+
+def _of_another() -> StateError:
+    return StateError("another engine trains the module now", where="ZeRO's partitions", hint="put that engine into the state")
 
 
 def _zero_part(flat: torch.Tensor, owner: torch.Tensor, shape: tuple[int, ...], ranks: Sequence[int], sizes: Sizes, start: int) -> FlatPart:

@@ -250,6 +250,16 @@ def refuse_partitioned(tensor: torch.Tensor, name: str) -> None:
     if partitioned or hasattr(tensor, "_hp_mapping") or hasattr(tensor, "_z3_optimizer"):
         what = "the parameter is one of DeepSpeed's ZeRO, which keeps the values in partitions of its own"
         raise StateError(what, where=f"tensor {name}", hint=_HINT)
+    zero3 = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero3 is not None and zero3.Init.param_id and tensor.shape == (0,) and _is_shared_nothing(tensor):
+        what = "the empty tensor shares its memory: DeepSpeed's ZeRO-3 leaves that of a parameter between steps"
+        raise StateError(what, where=f"tensor {name}", hint=f"{_HINT}; store a clone() of it if it is empty indeed")
+
+
+def _is_shared_nothing(tensor: torch.Tensor) -> bool:
+    """Whether it shares a storage of no bytes with another tensor, as what ``state_dict()`` gives of a partitioned parameter."""
+    storage = tensor.untyped_storage()
+    return not storage.nbytes() and lazy.torch._C._storage_Use_Count(storage._cdata) > 2  # the tensor's and that of ``storage``
 
 
 def refuse_zero(value: object, path: str) -> None:

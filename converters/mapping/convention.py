@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -12,7 +14,7 @@ from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import open_backend
 from ckpt.plan.views import LogicalTensor, whole
-from ckpt.text import parse_json
+from ckpt.text import parse_json, url_text
 
 from .terms import Dimensions
 from .translation import NUMBERS, Direction, changed, load_translation, of_arguments, of_config
@@ -136,32 +138,71 @@ MEGATRON = {"num_layers", "num_attention_heads", "padded_vocab_size"}
 """Some of them: others keep arguments, too."""
 
 
-def translated_views(url: str, translation: str, convention: str, numbers: Mapping[str, int]) -> Views:
-    """From the shapes of the tensors at ``url`` to the same in ``convention``. ``numbers`` go before what the files tell."""
-    return model_views(translation, convention, numbers, stored_numbers=numbers_of_files(url))
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """A model's tensors in the names of another convention, where fused tensors come apart and others are put together.
+
+    Args:
+        names: a translation that comes with ckpt, such as ``"llama"``, or the path of a ``.toml`` file (docs/formats.md).
+        convention: the naming convention that is wanted, such as ``"huggingface"``.
+        numbers: of the model, where files or a configuration do not tell them: ``{"query_groups": 8}``.
+
+    Raises:
+        UsageError: an argument has another type.
+    """
+
+    names: str | os.PathLike[str]
+    convention: str
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", url_text(self.names))
+        for name in ("names", "convention"):
+            if not isinstance(value := getattr(self, name), str):
+                raise UsageError(f"{name}= is text, not {value!r}")
+        if not isinstance(self.numbers, Mapping) or not all(isinstance(name, str) for name in self.numbers):
+            raise UsageError(f"numbers= are numbers by name, not {self.numbers!r}", hint='numbers={"num_layers": 32}')
+        for name, value in self.numbers.items():
+            settings.check_whole(value, f"numbers[{name!r}]", 0)
+        object.__setattr__(self, "numbers", dict(self.numbers))
+
+    def views(self, stored_numbers: Mapping[str, int] | None = None) -> Views:
+        """From the shapes of a model's tensors to the same in the convention. ``stored_numbers``: those that files have; ``numbers`` go
+        before them.
+
+        Raises:
+            UsageError: there is no such translation, or not to this convention; or it asks for no such number.
+        """
+        rules = load_translation(str(self.names))
+        if self.convention not in (rules.left, rules.right):
+            message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {self.convention!r}"
+            raise UsageError(message, hint=f"the convention that you want: {rules.left} or {rules.right}")
+        direction: Direction = "rightwards" if self.convention == rules.right else "leftwards"
+        asked = [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))]
+        strange = sorted(self.numbers.keys() - set(asked))
+        if strange:
+            raise UsageError(f"no translation asks for a number {strange[0]!r}", hint=f"one of {', '.join(asked)}")
+        known = changed(stored_numbers or {}, self.numbers)
+
+        def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
+            def translate(some: Shapes, partly: bool) -> dict[str, LogicalTensor]:  # noqa: FBT001  called by place
+                return rules.views(some, direction, known, partial=partly)
+
+            return in_all_roles(translate, partial(rules.knows, direction=direction), shapes)
+
+        return views
 
 
-def model_views(translation: str, convention: str, numbers: Mapping[str, int], *, stored_numbers: Mapping[str, int] | None = None) -> Views:
-    """From the shapes of a model's tensors to the same in ``convention``; ``numbers`` are those that the translation's terms name, and go
-    before those that files have ``stored_numbers``."""
-    rules = load_translation(translation)
-    if convention not in (rules.left, rules.right):
-        message = f"this translation is between {rules.left!r} and {rules.right!r}, not to {convention!r}"
-        raise UsageError(message, hint=f"the convention that you want: {rules.left} or {rules.right}")
-    direction: Direction = "rightwards" if convention == rules.right else "leftwards"
-    asked = [*NUMBERS, *sorted(rules.asks() - set(NUMBERS))]
-    strange = sorted(numbers.keys() - set(asked))
-    if strange:
-        raise UsageError(f"no translation asks for a number {strange[0]!r}", hint=f"one of {', '.join(asked)}")
-    known = changed(stored_numbers or {}, numbers)
+def check_translation(given: object) -> None:
+    """Refuse what is no translation: ``translation="llama"`` lacks the convention."""
+    if given is not None and not isinstance(given, Translation):
+        hint = 'translation=ckpt.Translation(names="llama", convention="huggingface")'
+        raise UsageError(f"translation= is a ckpt.Translation, not {given!r}", hint=hint)
 
-    def views(shapes: Mapping[str, Sequence[int]]) -> dict[str, LogicalTensor]:
-        def translate(some: Shapes, partly: bool) -> dict[str, LogicalTensor]:  # noqa: FBT001  called by place
-            return rules.views(some, direction, known, partial=partly)
 
-        return in_all_roles(translate, partial(rules.knows, direction=direction), shapes)
-
-    return views
+def translated_views(url: str, names: str, convention: str, numbers: Mapping[str, int]) -> Views:
+    """From the shapes of the tensors at ``url`` to the same in ``convention``."""
+    return Translation(names=names, convention=convention, numbers=numbers).views(numbers_of_files(url))
 
 
 def numbers_of_files(url: str) -> Dimensions:

@@ -103,7 +103,7 @@ Direction = Literal["rightwards", "leftwards"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Translation:
+class TranslationRules:
     """``left`` and ``right`` are names of conventions; names that fit a glob of ``left_ignores`` or ``right_ignores`` are left out. With
     ``keeps_others`` names that no term takes are the same on both sides."""
 
@@ -242,7 +242,7 @@ def builtin() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in _BUILTIN.iterdir() if f.name.endswith(".toml"))
 
 
-def load_translation(source: str) -> Translation:
+def load_translation(source: str) -> TranslationRules:
     """A translation that comes with this package, by its name, or one in a TOML file, by its path."""
     if source.endswith(".toml"):
         try:
@@ -255,16 +255,16 @@ def load_translation(source: str) -> Translation:
     return parse_translation((_BUILTIN / f"{source}.toml").read_text(encoding="utf-8"), source)
 
 
-def parse_translation(text: str, where: str) -> Translation:
+def parse_translation(text: str, where: str) -> TranslationRules:
     """A translation from TOML."""
     try:
         data = tomllib.loads(text)
         terms = [term for row in data.pop("term", []) for term in _terms(row)]
-        known = {f.name for f in fields(Translation)} - {"terms"}
+        known = {f.name for f in fields(TranslationRules)} - {"terms"}
         if {"left", "right"} - set(data) or set(data) - known:
             raise UsageError(f"it needs left and right, and may have {', '.join(sorted(known - {'left', 'right'}))} and terms")
         ignored = {k: tuple(data[k]) for k in ("left_ignores", "right_ignores") if k in data}
-        return Translation(
+        return TranslationRules(
             left=data["left"], right=data["right"], terms=tuple(terms), keeps_others=data.get("keeps_others", False), **ignored
         )
     except tomllib.TOMLDecodeError as err:

@@ -157,7 +157,7 @@ USES: dict[str, Callable[[Path, Path], object]] = {
     "copy": lambda step, new: ckpt.copy(step, new).committed,
     "convert": lambda step, new: ckpt.convert(LLAMA, new, to="hf", config=LLAMA / "config.json").finished,
     "export": lambda step, new: ckpt.export(new, {"w": torch.ones(2)}, config=LLAMA),
-    "translated": lambda step, new: ckpt.translated(LLAMA, names="llama", convention="megatron"),
+    "translated": lambda step, new: ckpt.translated(LLAMA, ckpt.Translation(names="llama", convention="megatron")),
     "configure_storage": lambda step, new: ckpt.configure_storage(new, None),
     "open_catalog": lambda step, new: ckpt.formats.open_catalog(step).format,
     "open_backend": lambda step, new: open_backend(step).list_dir(),

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,7 +219,10 @@ def zero3_gathered() -> dict[str, Any]:
     return {"model": model}
 
 
+_alive = zero3()["model"]
+
 STATES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "state_dict() of stage 3": (lambda: {"w": _alive.state_dict()}, "tensor w.weight"),
     "stages 1 and 2": (zero12, "tensor model.weight"),
     "stage 3": (zero3, "tensor model.weight"),
     "stage 3, gathered": (zero3_gathered, "tensor model.weight"),
@@ -233,6 +236,8 @@ STATES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("case", STATES)
 def test_what_zero_trains_is_refused_everywhere(url: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    partitioned = SimpleNamespace(Init=SimpleNamespace(param_id=2))
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", partitioned)
     make, where = STATES[case]
     whole: dict[str, Any] = {"model": nn.Linear(3, 2)}
     ckpt.save(url, whole)
@@ -251,14 +256,16 @@ def test_what_zero_trains_is_refused_everywhere(url: str, case: str, monkeypatch
         source.publish(1).result()
 
 
-def test_what_else_deepspeed_makes_is_taken(url: str) -> None:
-    """Its optimizers that are torch's, its schedulers, and parameters that ``zero.Init`` made and somebody gathered."""
+def test_what_else_deepspeed_makes_is_taken(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its optimizers that are torch's, its schedulers, parameters that ``zero.Init`` made and somebody gathered; and empty tensors."""
+    partitioned = SimpleNamespace(Init=SimpleNamespace(param_id=2))
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", partitioned)
     model = nn.Linear(3, 2)
     model.weight.ds_shape = model.weight.shape  # type: ignore[assignment]
     fused = type("FusedAdam", (torch.optim.Adam,), {"__module__": "deepspeed.ops.adam.fused_adam"})(model.parameters())
     taken: list[Any] = []
     schedule = of_deepspeed("WarmupLR", object, state_dict=give, load_state_dict=lambda self, state: taken.append(state))
-    state = {"model": model, "optimizer": fused, "schedule": schedule}
+    state = {"model": model, "optimizer": fused, "schedule": schedule, "empty": [torch.empty(0), torch.ones(3)[:0]]}
     ckpt.save(url, state)
     ckpt.load(url, state)
     assert taken == [{"stage": 1}]

@@ -242,19 +242,25 @@ def test_bytes_that_are_lost_are_missed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    "options",
+    [{"names": ["llama"]}, {"convention": None}, {"numbers": ["num_layers"]}, {"numbers": {"num_layers": "2"}}],
+)
+def test_translations_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        ckpt.Translation(**{"names": "llama", "convention": "megatron", **options})
+
+
+@pytest.mark.parametrize(
     ("error", "options"),
     [
         (UsageError, {"dtype": "int8"}),
         (UsageError, {"shard_size": "many"}),
         (UsageError, {"memory": 1000}),
         (UsageError, {"root": "nowhere"}),
-        (UsageError, {"names": "nobody"}),
+        (UsageError, {"translation": "nobody"}),
+        (UsageError, {"translation": ckpt.Translation(names="nobody", convention="huggingface")}),
         (NamesError, {"only": "nothing.*"}),
-        (NamesError, {"names": "llama", "convention": "megatron"}),
-        (UsageError, {"names": ["llama"]}),
-        (UsageError, {"convention": None}),
-        (UsageError, {"numbers": ["num_layers"]}),
-        (UsageError, {"numbers": {"num_layers": "2"}}),
+        (NamesError, {"translation": ckpt.Translation(names="llama", convention="megatron")}),
         (UsageError, {"root": b"model"}),
         (UsageError, {"since": 3}),
         (UsageError, {"config": {"num_attention_heads": "many", "hidden_size": 3}}),
@@ -302,8 +308,9 @@ def test_filling_of_a_padded_vocabulary_is_zeros(tmp_path: Path) -> None:
         to="hf",
         views=translated_views(str(tmp_path / "hf"), "llama", "megatron", numbers),
     )
+    translation = ckpt.Translation(names="llama", convention="megatron", numbers=numbers)
     config_json = str(tmp_path / "hf" / "config.json")
-    export(str(tmp_path / "a.safetensors"), llama, names="llama", convention="megatron", numbers=numbers, config=config_json)
+    export(str(tmp_path / "a.safetensors"), llama, translation=translation, config=config_json)
     assert load_file(tmp_path / "a.safetensors")["embedding.word_embeddings.weight"][50:].abs().sum() == 0
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "converted.safetensors").read_bytes()
 

@@ -33,7 +33,7 @@ WAYS = ("import", "native", "memory")
 def brought(way: str, source: str, target: str, names: str, convention: str, *skip: str) -> str:
     """The URL of a checkpoint in other names: by one command, or by a call."""
     if way == "memory":
-        return translated(source, names=names, convention=convention, skip=skip)
+        return translated(source, ckpt.Translation(names=names, convention=convention), skip=skip)
     command = ["import"] if way == "import" else ["convert", "--to", "native"]
     skips = [part for glob in skip for part in ("--skip", glob)]
     found = CliRunner().invoke(cli, [*command, "--names", names, "--convention", convention, *skips, source, target, "--json"])
@@ -162,7 +162,7 @@ def options_of(common: Any) -> list[dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_masters_become_the_weights(megatron: Path) -> None:
     """As the guide says: for a model in full precision."""
-    url = translated(str(megatron), names="llama", convention="huggingface", skip=["model.*"])
+    url = translated(str(megatron), ckpt.Translation(names="llama", convention="huggingface"), skip=["model.*"])
     oracle = read_by_torch(megatron)
     model = module_of(oracle["param"])
     optimizer = trained(model)
@@ -176,7 +176,8 @@ def test_experts_become_one_with_what_they_all_have(megatron: Path, tmp_path: Pa
     """Megatron's, first by the names in files of transformers, then stacked as its modules have them."""
     source, apart = str(megatron.parents[1] / "tp2ep2" / "legacy"), str(tmp_path / "apart")
     brought("native", source, apart, "mixtral", "huggingface")
-    before, after = ckpt.open(apart), ckpt.open(translated(apart, names="transformers-mixtral", convention="transformers"))
+    translation = ckpt.Translation(names="transformers-mixtral", convention="transformers")
+    before, after = ckpt.open(apart), ckpt.open(translated(apart, translation))
     name, key = "model.model.layers.2.mlp.experts.gate_up_proj", "exp_avg"
     experts = [f"{PREFIX}model.layers.2.block_sparse_moe.experts.{n}" for n in range(4)]
     stacked = torch.stack([torch.cat([before[f"{e}.{w}.weight.{key}"].read() for w in ("w1", "w3")]) for e in experts])
@@ -391,7 +392,7 @@ def one_module() -> tuple[nn.Module, torch.optim.Adam]:
 @pytest.mark.parametrize("kind", ["tensor", "plain"])
 def test_equal_options_and_steps_become_one(tmp_path: Path, rules: str, kind: str) -> None:
     """Whatever model and optimizer are called in the state."""
-    url = translated(saved(str(tmp_path / "s"), kind=kind), names=rules, convention="one")
+    url = translated(saved(str(tmp_path / "s"), kind=kind), ckpt.Translation(names=rules, convention="one"))
     model, optimizer = one_module()
     state = {"net": model, "opt": optimizer, "epoch": 0}
     ckpt.load(url, state)
@@ -470,9 +471,9 @@ def test_skipped_names_need_no_rule_and_have_to_be_there(tmp_path: Path, rules: 
     source, made = str(tmp_path / "s"), str(tmp_path / "made")
     ckpt.save(source, {"net": {name: torch.ones(2, 3) for name in ("q", "k", "other")}, "ema": torch.ones(2), "seen": torch.ones(1)})
     with pytest.raises(NamesError, match="(?s)match no term.*ema"):
-        translated(source, names=rules, convention="one")
+        translated(source, ckpt.Translation(names=rules, convention="one"))
     with pytest.raises(NamesError, match="no tensor matches 'emas'"):
-        translated(source, names=rules, convention="one", skip=["ema", "emas"])
+        translated(source, ckpt.Translation(names=rules, convention="one"), skip=["ema", "emas"])
     assert CliRunner().invoke(cli, ["convert", "--to", "hf", "--no-config", "--skip", "nothing", source, made]).exit_code == 21
     found = CliRunner().invoke(
         cli, ["import", "--json", "--names", rules, "--convention", "one", "--skip", "ema", "--skip", "s*", source, made]
@@ -480,7 +481,7 @@ def test_skipped_names_need_no_rule_and_have_to_be_there(tmp_path: Path, rules: 
     assert json.loads(found.stdout)["left_out"] == ["ema", "seen"]
     assert set(ckpt.open(made)) == {"net.qk", "net.same"}
     with pytest.raises(UsageError, match="'q'.*not there"):
-        translated(source, names=rules, convention="one", skip=["ema", "seen", "net.q"])
+        translated(source, ckpt.Translation(names=rules, convention="one"), skip=["ema", "seen", "net.q"])
 
 
 def test_states_of_another_shape_are_renamed_or_refused(tmp_path: Path, rules: str) -> None:
@@ -491,8 +492,8 @@ def test_states_of_another_shape_are_renamed_or_refused(tmp_path: Path, rules: s
     optimizer = {"state": rows, "param_groups": [{"lr": 0.1, "params": list(rows)}]}
     ckpt.save(source, {"net": weights, "opt": optimizer})
     with pytest.raises(UsageError, match=r"the state of 'q' has the shape \[2\], not that of the parameter, \[2, 3\]"):
-        translated(source, names=rules, convention="one")
-    url = translated(source, names=rules, convention="one", skip=["opt.state.net.[qk].row"])
+        translated(source, ckpt.Translation(names=rules, convention="one"))
+    url = translated(source, ckpt.Translation(names=rules, convention="one"), skip=["opt.state.net.[qk].row"])
     assert torch.equal(ckpt.open(url)["opt.state.net.same.row"].read(), torch.arange(2.0))
 
 
@@ -506,6 +507,6 @@ def test_an_optimizer_by_number_is_not_taken_for_one_by_name(tmp_path: Path, rul
     source = str(tmp_path / "s.pt")
     torch.save({"net": model.state_dict(), "opt": optimizer.state_dict(), "epoch": 4}, source)
     with pytest.raises(NamesError, match=r"state\.0\.exp_avg"):
-        translated(source, names=rules, convention="one")
+        translated(source, ckpt.Translation(names=rules, convention="one"))
     url = brought("import", source, str(tmp_path / "v"), rules, "one", "opt.*")
     assert ckpt.open(url).state()["epoch"] == 4 and set(ckpt.open(url)) == {"net.qk", "net.same"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckpt.converters.mapping.translation import Translation, parse_translation
+from ckpt.converters.mapping.translation import TranslationRules, parse_translation
 from ckpt.errors import NamesError, UsageError
 from ckpt.plan.views import LogicalTensor
 from tests.plan.test_views import array, read
@@ -41,7 +41,7 @@ def numbered(shapes: dict[str, tuple[int, ...]]) -> Arrays:
     return {name: array(shape, 1000 * i) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def through(t: Translation, arrays: Arrays) -> Arrays:
+def through(t: TranslationRules, arrays: Arrays) -> Arrays:
     """To the right, and back again: which must give what went in."""
     right = t.views({n: a.shape for n, a in arrays.items()}, "rightwards", NUMBERS)
     made = {name: read(view, arrays) for name, view in right.items()}

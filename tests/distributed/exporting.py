@@ -87,7 +87,7 @@ def translated(whole: dict[str, torch.Tensor], config: dict[str, Any], folder: s
         manner = manners[i % len(manners)]
         fits = all(not isinstance(p, Shard) or p.dim < tensor.ndim for p in manner)
         state[name] = distribute_tensor(tensor, mesh, manner if fits else manners[0])
-    export(folder, state, names="llama", config=config, shard_size="40KB")
+    export(folder, state, translation=ckpt.Translation(names="llama", convention="huggingface"), config=config, shard_size="40KB")
 
 
 def some(seed: int) -> tuple[dict[str, torch.Tensor], ckpt.Layout]:

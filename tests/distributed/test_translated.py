@@ -33,7 +33,7 @@ def load(url: str, rules: str) -> tuple[dict[str, torch.Tensor], float, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     state = {"model": model, "optimizer": optimizer, "global_steps": 0}
     others = [f"*{name}*" for name in ("emb", "fc2", "head", "norm", "fc1.bias", "frozen", "buf", "master")]
-    made = translated(url, names=rules, convention="mine", skip=others)
+    made = translated(url, ckpt.Translation(names=rules, convention="mine"), skip=others)
     ckpt.load(made, state, only=["model.*", "optimizer.*", "global_steps"])
     found = {}
     for name, param in model.named_parameters():

@@ -24,7 +24,7 @@ def newest(library: str) -> Path:
     """Its wheel, hundreds of megabytes; one that is there already is taken if pip finds no newer one."""
     pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*pip, "-d", str(WHEELS), library], capture_output=True, text=True, timeout=900, check=False)
-    wheels = sorted(WHEELS.glob(f"{library}-*.whl"), key=lambda path: path.stat().st_mtime)
+    wheels = sorted(WHEELS.glob(f"{library.replace('-', '_')}-*.whl"), key=lambda path: path.stat().st_mtime)
     if done.returncode or not wheels:
         pytest.skip(f"pip cannot have {library}: {done.stderr.strip()[-200:]}")
     return wheels[-1]
@@ -82,3 +82,13 @@ def test_sglang_itself_puts_the_hook_in_its_place(monkeypatch: pytest.MonkeyPatc
         assert type(get(engine_stubs.LoadConfig(), None)) is engine_stubs.DefaultModelLoader
     finally:
         sys.modules.pop("ckpt.integrations.sglang", None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_megatron_bridge_takes_the_strategy_of_its_context() -> None:
+    """The guide's ``checkpointing_context={"save_strategy": CkptSave()}``; loads ask for the backend that the checkpoint names."""
+    with zipfile.ZipFile(newest("megatron-bridge")) as wheel:
+        source = wheel.read("megatron/bridge/training/checkpointing.py").decode()
+    assert 'save_strategy = checkpointing_context["save_strategy"]' in source
+    assert "load_strategy = get_default_load_sharded_strategy(" in source

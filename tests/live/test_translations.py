@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import ckpt
 from ckpt import Layout, Mesh, Replicate, Shard, live
 from ckpt.errors import ConsistencyError, MismatchError, NamesError, UsageError
 from tests.distributed.ranks import Ranks
@@ -80,6 +81,10 @@ def cut(whole: dict[str, np.ndarray], dim: int, ranks: tuple[int, ...], *, blank
     return {n: torch.full_like(t, -7) if blank else t for n, t in state.items()}, layout
 
 
+def other_names(convention: str, rules: object) -> ckpt.Translation:
+    return ckpt.Translation(names=str(rules), convention=convention)
+
+
 def both_ways(rules: str) -> list[str]:
     """Ranks 0 and 1 have halves of the rows, 2 and 3 get halves of the columns, and the other way round."""
     rank, problems = dist.get_rank(), []
@@ -92,15 +97,14 @@ def both_ways(rules: str) -> list[str]:
             new if rank >= 2 else None,
             layout=layout if rank < 2 else None,
             new_layout=new_layout if rank >= 2 else None,
-            names=rules,
-            convention=convention,
+            translation=other_names(convention, rules),
         )
         if rank >= 2:
             problems += [f"{convention}: {n}" for n, t in right.items() if not torch.equal(t, new[n])]
             if report.bytes_received != report.bytes_needed:
                 problems.append(f"{convention}: {report.bytes_received} of {report.bytes_needed} bytes")
     try:
-        live.reshard({"0.scale": torch.ones(2)}, {"0.factor": torch.zeros(2)}, names=rules, convention=("fused", "apart")[rank % 2])
+        live.reshard({"0.scale": torch.ones(2)}, {"0.factor": torch.zeros(2)}, translation=other_names(("fused", "apart")[rank % 2], rules))
         problems.append("different translations were taken for one")
     except ConsistencyError:
         pass
@@ -128,8 +132,10 @@ def test_a_sink_takes_other_names(rules: str, convention: str, local: str, monke
     into = {n: torch.full(a.shape, -7.0) for n, a in target.items()}
     with (
         live.Source("tcp://127.0.0.1:0/names", state, secret="s", delta=True) as trainer,
-        live.Sink(trainer.address, into, names=rules, convention=convention, secret="s") as sink,
-        live.Sink(trainer.address, {}, names=rules, convention=convention, only="*q*", secret="s", rename={"0.*": "1.*"}) as partial,
+        live.Sink(trainer.address, into, translation=other_names(convention, rules), secret="s") as sink,
+        live.Sink(
+            trainer.address, {}, translation=other_names(convention, rules), only="*q*", secret="s", rename={"0.*": "1.*"}
+        ) as partial,
     ):
         for step in (1, 2):
             trainer.publish(step, capture="eager").result()
@@ -147,12 +153,12 @@ def test_a_sink_takes_other_names(rules: str, convention: str, local: str, monke
 
 
 def test_what_a_sink_cannot_translate_is_an_error_before_anything_changes(rules: str) -> None:
-    with pytest.raises(UsageError, match="into which"):
-        live.Sink("tcp://127.0.0.1:1/names", {}, names=rules, secret="s")
+    with pytest.raises(UsageError, match=r"translation= is a ckpt\.Translation"):
+        live.Sink("tcp://127.0.0.1:1/names", {}, translation=rules, secret="s")  # type: ignore[arg-type]
     into = {"0.factor": torch.zeros(2)}
     with (
         live.Source("tcp://127.0.0.1:0/names", {"0.scale": torch.ones(2), "strange": torch.ones(2)}, secret="s") as trainer,
-        live.Sink(trainer.address, into, names=rules, convention="fused", secret="s") as sink,
+        live.Sink(trainer.address, into, translation=other_names("fused", rules), secret="s") as sink,
     ):
         trainer.publish(1).result()
         with pytest.raises(NamesError, match="strange"):
@@ -163,16 +169,16 @@ def test_what_a_sink_cannot_translate_is_an_error_before_anything_changes(rules:
 def test_one_process_with_casts_meta_tensors_and_renames(rules: str) -> None:
     old = {n: torch.from_numpy(np.array(a)) for n, a in APART.items()}
     new: dict[str, Any] = {n: torch.full(a.shape, -7, dtype=torch.bfloat16) for n, a in FUSED.items()}
-    report = live.reshard(old, new, names=rules, convention="fused", cast=True)
+    report = live.reshard(old, new, translation=other_names("fused", rules), cast=True)
     assert all(torch.equal(new[n], torch.from_numpy(np.array(a)).bfloat16()) for n, a in FUSED.items())
     assert set(report.cast) == set(FUSED) and report.bytes_copied == report.bytes_needed == sum(a.nbytes for a in APART.values())
     with torch.device("meta"):
         module = torch.nn.Embedding(12, 6)
-    live.reshard(old, {"m": module}, names=rules, convention="fused", rename={"embedding": "m.weight"}, only="m.weight")
+    live.reshard(old, {"m": module}, translation=other_names("fused", rules), rename={"embedding": "m.weight"}, only="m.weight")
     assert torch.equal(module.weight, torch.from_numpy(FUSED["embedding"]))
     fused = torch.zeros(16, 6)
     with pytest.raises(MismatchError, match=r"0\.qkv: its memory is also that of 0\.q in the old state"):
-        live.reshard({**old, "0.q": fused[:8]}, {"0.qkv": fused}, strict=False, names=rules, convention="fused")
+        live.reshard({**old, "0.q": fused[:8]}, {"0.qkv": fused}, strict=False, translation=other_names("fused", rules))
 
 
 def test_an_optimizer_follows_names_unless_its_parameters_become_one(tmp_path: Path) -> None:
@@ -200,7 +206,7 @@ right = "inner.bias"
     new.inner = torch.nn.Module()
     new.inner.weight, new.inner.bias = torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(3))
     into = torch.optim.AdamW(new.parameters())
-    live.reshard({"m": module, "o": optimizer}, {"m": new, "o": into}, names=str(rules), convention="other")
+    live.reshard({"m": module, "o": optimizer}, {"m": new, "o": into}, translation=other_names("other", rules))
     assert torch.equal(new.inner.weight, module.weight.T)
     assert torch.equal(into.state[new.inner.weight]["exp_avg"], optimizer.state[module.weight]["exp_avg"].T)
     assert into.param_groups[0]["lr"] == 0.5 and into.state[new.inner.bias]["step"] == 1
@@ -211,19 +217,24 @@ right = "inner.bias"
     flat["bias"].sum().backward()
     adam.step()
     with pytest.raises(UsageError, match="leave the optimizer out"):
-        live.reshard({"m": flat, "o": adam}, {"m": {"both": torch.zeros(5)}}, names=str(rules), convention="other", strict=False)
-    live.reshard({"m": flat}, {"m": {"both": (joined := torch.zeros(5))}}, names=str(rules), convention="other")
+        live.reshard({"m": flat, "o": adam}, {"m": {"both": torch.zeros(5)}}, translation=other_names("other", rules), strict=False)
+    live.reshard({"m": flat}, {"m": {"both": (joined := torch.zeros(5))}}, translation=other_names("other", rules))
     assert torch.equal(joined, torch.cat([flat["weight"], flat["bias"]]))
 
 
 def test_what_cannot_be_translated_is_an_error_before_anything_changes(rules: str) -> None:
     old, new = {"0.scale": torch.ones(2), "strange": torch.ones(2)}, {"0.factor": torch.zeros(2)}
     with pytest.raises(NamesError, match="strange"):
-        live.reshard(old, new, names=rules, convention="fused")
-    with pytest.raises(UsageError, match="into which"):
-        live.reshard(old, new, names=rules)
+        live.reshard(old, new, translation=other_names("fused", rules))
+    with pytest.raises(UsageError, match=r"translation= is a ckpt\.Translation"):
+        live.reshard(old, new, translation=rules)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="not to 'other'"):
-        live.reshard(old, new, names=rules, convention="other")
-    with pytest.raises(UsageError, match="for a translation of names"):
-        live.reshard(old, new, convention="fused")
+        live.reshard(old, new, translation=other_names("other", rules))
+    for wrong, text in (
+        ({"convention": 3}, "convention= is text"),
+        ({"numbers": 4}, "numbers by name"),
+        ({"numbers": {"heads": -1}}, "heads"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            ckpt.Translation(**{"names": rules, "convention": "fused", **wrong})
     assert new["0.factor"].tolist() == [0, 0]

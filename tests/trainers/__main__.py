@@ -31,7 +31,7 @@ else:
     import tomli as tomllib
 
 EXPECTED = Path(__file__).parent / "expected.toml"
-_PACKAGES = ("packages", "alone")
+_PACKAGES = ("packages", "alone", "without")
 """Scenarios whose rows have the same share an environment."""
 SECONDS = 900
 """How long one life of a scenario may take: all of its cases, on a machine that does other things too."""
@@ -118,7 +118,7 @@ def main() -> int:
         print(f"{name} {' '.join([*row.get('alone', ()), *row['packages']])}".rstrip(), flush=True)
         try:
             shared = next(other for other in table if [table[other].get(k) for k in _PACKAGES] == [row.get(k) for k in _PACKAGES])
-            python = interpreter(shared, row["packages"], row.get("alone", ()))
+            python = interpreter(shared, row["packages"], row.get("alone", ()), row.get("without", ()))
             found = run(name, python, row.get("ranks", 1), row.get("then", []))
         except UnavailableError as err:
             print(f"  NOT RUN: {err}")

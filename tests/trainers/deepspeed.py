@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
+import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import distributed as dist
@@ -16,7 +18,7 @@ from ckpt.integrations.deepspeed import use
 from .failing import failing, raising
 from .lives import Job, digest
 
-deepspeed.comm.torch.build_shm_op = lambda: None  # it compiles one for minutes, to be faster on one machine
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # it compiles one for minutes
 deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch computes it on CPUs
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -127,6 +129,21 @@ class Used(Engine):
         assert loaded.endswith("global_step2") and (client["epoch"], client["seen"].tolist()) == (7, [0, 1, 2]), (loaded, client)
 
 
+class Again(Engine):
+    """A second engine around the module of one that was saved before, as of a second phase of training."""
+
+    def __init__(self, stage: int, dtype: str, **zero: Any) -> None:
+        super().__init__(stage, dtype, **zero)
+        ckpt.save("before", self.state, dry_run=True)
+        self.engine.destroy()
+        optimizer, scheduler = optimizers(self.engine.module)
+        config = self.engine._config._param_dict
+        self.engine = deepspeed.initialize(model=self.engine.module, optimizer=optimizer, config=config, lr_scheduler=scheduler)[0]
+        with pytest.raises(ckpt.errors.StateError, match="another engine trains the module now"):
+            ckpt.save("before", {"module": self.engine.module}, dry_run=True)
+        self.state = {"engine": self.engine}
+
+
 class Weights(Engine):
     """What a plain module has saved, in 16 bits: the masters are set, so a step goes on from it."""
 
@@ -185,12 +202,13 @@ def engine(
     return made
 
 
-def part(name: str) -> Callable[[int], Job]:
-    """Without its engine: loading into it would be undone by the next step."""
+def part(name: str, stage: int = 2, *, dict_of: bool = False) -> Callable[[int], Job]:
+    """Without its engine: loading into it would be undone by the next step. ``dict_of``: its ``state_dict()``, in stage 3 empty tensors."""
 
     def made(seed: int) -> Job:
-        job = engine(2)(seed)
-        job.state = {name: getattr(job.engine, name)}  # type: ignore[attr-defined]
+        job = engine(stage)(seed)
+        whole = getattr(job.engine, name)  # type: ignore[attr-defined]
+        job.state = {name: whole.state_dict() if dict_of else whole}
         return job
 
     return made
@@ -217,4 +235,6 @@ CASES: dict[str, Any] = {
     "weights-into-stage-3": engine(3, kind=Weights),
     "module-alone": part("module"),
     "optimizer-alone": part("optimizer"),
+    "state-dict-of-stage-3": part("module", 3, dict_of=True),
+    "second-engine-stage-1": engine(1, kind=Again),
 }

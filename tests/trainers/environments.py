@@ -19,9 +19,9 @@ class UnavailableError(Exception):
     """The packages cannot be had here; the message says why."""
 
 
-def interpreter(name: str, packages: Sequence[str], alone: Sequence[str] = ()) -> Path:
+def interpreter(name: str, packages: Sequence[str], alone: Sequence[str] = (), without: Sequence[str] = ()) -> Path:
     """A Python that has ``packages``, each ``name==version``; they are installed into ``.trainers/<name>`` if this one lacks them. Those of
-    ``alone`` are installed without their dependencies, such as another torch.
+    ``alone`` are installed without their dependencies, such as another torch. ``without`` are dependencies that are removed again.
 
     Raises:
         UnavailableError: pip cannot install them.
@@ -30,7 +30,7 @@ def interpreter(name: str, packages: Sequence[str], alone: Sequence[str] = ()) -
         return Path(sys.executable)
     folder = CACHE / name
     python, done = folder / "bin" / "python", folder / "installed.txt"
-    wanted = "\n".join([*packages, *alone, sys.version])
+    wanted = "\n".join([*packages, *alone, *without, sys.version])
     if done.exists() and done.read_text() == wanted:
         return python
     # No pip and no setuptools of its own: older ones would hide those below. What is below counts as installed, torch above all.
@@ -38,10 +38,12 @@ def interpreter(name: str, packages: Sequence[str], alone: Sequence[str] = ()) -
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "below.pth").write_text("\n".join({sysconfig.get_path("purelib"), str(ROOT)}))
     (folder / "same.txt").write_text(f"torch=={metadata.version('torch')}\n")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
-    _ran(*pip, "--no-build-isolation", "-c", str(folder / "same.txt"), *packages)
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "-q", "--disable-pip-version-check"]
+    _ran(*pip, "install", "--no-build-isolation", "-c", str(folder / "same.txt"), *packages)
     if alone:
-        _ran(*pip, "--no-deps", *alone)
+        _ran(*pip, "install", "--no-deps", *alone)
+    if without:
+        _ran(*pip, "uninstall", "-y", *without)
     done.write_text(wanted)
     return python
 

@@ -202,7 +202,11 @@ class SharedReads:
                     alike[sized] = _Alike.of(*known[place], entry.dtype.itemsize, self.rank, worth)
                 cut = alike[sized]
                 if cut.chunks:
-                    self._leave_out(kind, jobs, cut)
+                    complete = len(cut.chunks) == cut.wanted and kind.stored == Box.whole(kind.shape)
+                    for job in jobs:
+                        self.left_out[id(job.target)] = cut.chunks
+                        if complete:
+                            self.complete.add(id(job.target))
                     self.needed += len(jobs) * cut.needed
                 readers = cut.readers.of(number)
                 for at, shared in cut.large:
@@ -213,13 +217,6 @@ class SharedReads:
                 number += len(entry.grid)
             for sharing, smalls in few.items():
                 self._add_small(sharing.ranks, smalls)
-
-    def _leave_out(self, kind: _Kind, jobs: Sequence[TensorLoad], cut: _Alike) -> None:
-        """The chunks of ``cut`` come in shared reads."""
-        for job in jobs:
-            self.left_out[id(job.target)] = cut.chunks
-            if len(cut.chunks) == cut.wanted and kind.stored == Box.whole(kind.shape):
-                self.complete.add(id(job.target))
 
     def _add_small(self, ranks: tuple[int, ...], members: Sequence[_Small]) -> None:
         """Shared reads that fit into one slot of a pool."""

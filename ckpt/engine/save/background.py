@@ -186,7 +186,10 @@ class SaveHandle:
                         writer, leader = begin(job, run.share)
                     committed = write_and_commit(job, run.share, writer, leader)
                 if run.then is not None and leader is not None:
-                    _afterwards(run.then, self.url)
+                    try:
+                        run.then()
+                    except Exception:  # whatever it is, the save is no worse for it: the checkpoint is there
+                        log.exception("%s is committed and whole; what was to follow has failed", self.url)
             except BaseException as err:
                 run.capture.stage.fail(err)
                 raise
@@ -215,14 +218,6 @@ class SaveHandle:
 def stats_of(handle: SaveHandle) -> BackgroundStats:
     """What a save costs and how it goes."""
     return handle._stats
-
-
-def _afterwards(then: Callable[[], None], url: str) -> None:
-    """What follows a commit fails no save: the checkpoint is there."""
-    try:
-        then()
-    except Exception:  # whatever it is, the save is no worse for it
-        log.exception("%s is committed and whole; what was to follow has failed", url)
 
 
 def refuse_if_busy(group: Group, url: str, timeout: float) -> None:

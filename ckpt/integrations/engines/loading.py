@@ -17,7 +17,7 @@ from ckpt.errors import CoverageError, UsageError
 from ckpt.net.group import Job
 from ckpt.plan.match import Selection, rules_of_rename, several
 
-from .recorded import record
+from .recorded import record, translation_in
 from .recording import LoadWeights
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class EngineCheckpoint:
     Args:
         url: of any checkpoint that ``ckpt.open`` reads.
         options: ``only``, ``rename`` and ``timeout`` as for ``ckpt.load``; ``names``, ``convention`` and ``numbers`` as for
-            ``ckpt.translated``, which comes first; ``stage`` and ``optional`` as for :func:`record`.
+            ``ckpt.Translation``, which comes first; ``stage`` and ``optional`` as for :func:`record`.
 
     Raises:
         UsageError: an unknown option.
@@ -46,11 +46,9 @@ class EngineCheckpoint:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         if unknown := [name for name in options if name not in OPTIONS]:
             raise UsageError(f"unknown options: {', '.join(map(repr, unknown))}", hint=f"it may have url, {', '.join(OPTIONS)}")
-        names, convention = options.get("names"), options.get("convention")
-        if (names is None) != (convention is None):
-            raise UsageError("names and convention go together", hint='such as "names": "llama", "convention": "huggingface"')
-        if names is not None and convention is not None:
-            url = translated(url, names=names, convention=convention, numbers=options.get("numbers"))
+        translation = translation_in(options.get("names"), options.get("convention"), options.get("numbers"))
+        if translation is not None:
+            url = translated(url, translation)
         self.url, self._options = url, options
         selection = Selection(only=several(options.get("only", ())), rename=rules_of_rename(options.get("rename")))
         named = [(selection.renamed(tensor.name), tensor) for tensor in open_checkpoint(url).tensors()]

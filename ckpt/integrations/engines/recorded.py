@@ -27,6 +27,7 @@ import torch
 
 from ckpt import settings, units
 from ckpt.api import open as open_checkpoint
+from ckpt.converters.mapping.convention import Translation
 from ckpt.errors import CoverageError, NamesError, StateError, TornError, UsageError
 from ckpt.live import Sink, Version
 from ckpt.net.group import Job, current_group
@@ -257,6 +258,15 @@ def _check_filled(left: Sequence[tuple[ParameterMemory, Sequence[Box]]], optiona
         )
 
 
+def translation_in(names: Any, convention: Any, numbers: Any) -> Translation | None:
+    """The translation that an engine's options ask for, which are words of JSON; None if they ask for none."""
+    if names is None and convention is None and not numbers:
+        return None
+    if names is None or convention is None:
+        raise UsageError("names and convention go together", hint='give convention= and names=, such as "huggingface" and "llama"')
+    return Translation(names=names, convention=convention, numbers=numbers or {})
+
+
 # An engine's weights, taken from a running trainer: a recording and a sink in one.
 
 
@@ -269,7 +279,7 @@ class EngineSink:
         checkpoint: the names, shapes and dtypes that ``load_weights`` is given: the URL of a checkpoint, or what ``ckpt.open`` gives. None:
             those of the source's first version, which the first ``take`` hears of and records then.
         only, rename: as for ``ckpt.load``: the source's names → the checkpoint's.
-        names, convention, numbers: as for ``ckpt.live.Sink``: how the source's names are translated into the checkpoint's.
+        names, convention, numbers: as for ``ckpt.Translation``: from the source's names into the checkpoint's.
         secret, job: as for ``ckpt.live.Sink``.
 
     Raises:
@@ -309,9 +319,7 @@ class EngineSink:
             self._state,
             only=only,
             rename=rename,
-            names=names,
-            convention=convention,
-            numbers=numbers,
+            translation=translation_in(names, convention, numbers),
             cast=True,
             secret=secret,
             job=job,

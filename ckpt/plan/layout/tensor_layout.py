@@ -250,7 +250,7 @@ def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     # ranks that differ only on the other axes, the replicas; then look that up for every cell of the grid at once,
     # each dimension's coordinates being broadcast over the others'.
     array = layout._submesh()
-    cuts = tuple(map(_axis_cuts, axes))
+    cuts = tuple(merge_cuts((0, axis.size), axis.shares.start, axis.shares.stop) if axis.size else Cuts((0, 0)) for axis in axes)
     used = [i for axis in axes for i in axis.mesh_axes]
     free = [i for i in range(array.ndim) if i not in used]
     array = array.transpose(used + free).reshape([array.shape[i] for i in used] + [-1])
@@ -264,10 +264,6 @@ def _tiling(layout: TensorLayout, shape: tuple[int, ...]) -> Tiling:
     holders = array[tuple(index)] if index else array
     holders = np.broadcast_to(holders, (*counts, holders.shape[-1])).reshape(-1, holders.shape[-1])
     return Tiling(cuts=cuts, holders=holders)
-
-
-def _axis_cuts(axis: _Axis) -> Cuts:
-    return merge_cuts((0, axis.size), axis.shares.start, axis.shares.stop) if axis.size else Cuts((0, 0))
 
 
 def _cell_coordinates(axis: _Axis, cuts: Cuts) -> npt.NDArray[np.int64]:
