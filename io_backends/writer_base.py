@@ -250,7 +250,9 @@ class SharedWriter(WriterBase):
     """What is left goes with an abort here."""
 
     def close(self) -> None:
-        self._owned = False
+        with self._lock:
+            if self._state != "aborted":  # else the last write that is running removes what is left
+                self._owned = False
         self.abort()
 
 
