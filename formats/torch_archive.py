@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from ckpt import settings
-from ckpt.errors import CorruptError, FormatError
+from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.io_backends.checks import path_problem, read_checked
 
 from .external import Range, read_ranges
@@ -147,6 +147,8 @@ def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     try:
         archive = ZipFile(_Seekable(window))
         listed = [_record(window, info) for info in sorted(archive.infolist(), key=lambda info: info.header_offset)]
+    except CkptError:  # some are an OSError or a ValueError, too; storage that fails is no damage
+        raise
     except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as err:
         _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is no zip archive", err)
     limits = [*(after.header for after in listed[1:]), archive.start_dir]

@@ -250,7 +250,9 @@ class SharedWriter(WriterBase):
     """Whether an abort in this process removes the object."""
 
     def close(self) -> None:
-        self._owned = False
+        with self._lock:
+            if self._state != "aborted":  # else the last write that is running removes what is left
+                self._owned = False
         self.abort()
 
 

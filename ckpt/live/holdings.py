@@ -56,6 +56,9 @@ class Packable(Protocol):
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
         """Pack a piece that is ready."""
 
+    def boxes(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
+        """The bytes of each box of a piece that is ready."""
+
     def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
         """The bytes of a piece that is ready, as views that nothing changes before they are sent."""
 
@@ -281,17 +284,10 @@ VERSION: Kind = kind_of(Version)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SegmentDigest:
-    """What one rank has of a version: bytes of its boxes, and the digest of the digests of their blocks."""
-
-    nbytes: int
-    digest: Hex
-
-
-@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """All that a version consists of. Tables, values and the values of single ranks go by the XXH3-128 of their bytes, since most are as
-    they were in the version before: ``tables`` with the ranks that have each, ``own`` by rank. ``number`` counts the versions of a run."""
+    they were in the version before: ``tables`` with the ranks that have each, ``own`` by rank. ``number`` counts the versions of a run;
+    ``segments`` has, by rank, the bytes of its boxes and the digest of the digests of their blocks."""
 
     run: Hex
     step: int
@@ -300,7 +296,7 @@ class Manifest:
     tables: tuple[tuple[Hex, tuple[int, ...]], ...]
     state: Hex
     own: Mapping[int, Hex]
-    segments: Mapping[int, SegmentDigest]
+    segments: Mapping[int, tuple[int, Hex]]
 
     def to_bytes(self) -> bytes:
         """Equal for equal manifests."""

@@ -36,7 +36,7 @@ from ckpt.telemetry.progress import SaveMeter, Stall
 from ckpt.telemetry.spans import Spans, SpanTable
 from ckpt.text import parse_json
 
-from .holdings import Manifest, SegmentDigest, Version, digest_of_blob, own_blob
+from .holdings import Manifest, Version, digest_of_blob, own_blob
 from .registry import VersionRegistry
 from .segment import MemorySegment, PublishedSegment, SegmentLayout
 
@@ -323,7 +323,7 @@ class VersionLeader:
             tables=tables,
             state=state,
             own=own,
-            segments={rank: SegmentDigest(nbytes=row["segment"][0], digest=row["segment"][1]) for rank, row in rows.items()},
+            segments={rank: (row["segment"][0], row["segment"][1]) for rank, row in rows.items()},
         )
         holders = [{"rank": rank, **self._endpoints[rank], "at": row["at"]} for rank, row in rows.items()]
         version, oldest = self.registry.add(manifest, holders, blobs)

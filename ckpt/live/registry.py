@@ -45,7 +45,7 @@ class CompleteVersion:
         return VersionStatus(
             step=self.version.step,
             digest=digest,
-            bytes=sum(s.nbytes for s in segments.values()),
+            bytes=sum(nbytes for nbytes, _ in segments.values()),
             ranks=len(segments),
             age=round(now - self.sealed, 3),
             taken_by=tuple(s.name for s in sinks if digest in s.took),

@@ -288,13 +288,13 @@ def open_local(
     """Map the segments of these ranks. Those that cannot be mapped are left out: their pieces come in the other way."""
     mapped: dict[int, LocalHolder] = {}
     for rank in ranks:
-        layout, promised = layout_of(rank), manifest.segments[rank]
-        if layout.nbytes != promised.nbytes:
-            raise FormatError(f"rank {rank} of the source has {promised.nbytes} bytes, where its layout gives {layout.nbytes}")
+        layout, (nbytes, digest) = layout_of(rank), manifest.segments[rank]
+        if layout.nbytes != nbytes:
+            raise FormatError(f"rank {rank} of the source has {nbytes} bytes, where its layout gives {layout.nbytes}")
         file, token = holders[rank]["at"]
         try:
-            address = SegmentAddress(int(holders[rank]["pid"]), int(file), str(token), promised.nbytes)
-            mapped[rank] = LocalHolder(rank, MappedSegment(address, promised.digest, mappings), layout, share_of(rank))
+            address = SegmentAddress(int(holders[rank]["pid"]), int(file), str(token), nbytes)
+            mapped[rank] = LocalHolder(rank, MappedSegment(address, digest, mappings), layout, share_of(rank))
         except (OSError, NotFoundError) as err:  # another container, a protected process; or it is gone, which the other way finds out
             log.debug("live: the memory of rank %d cannot be mapped: %s", rank, err)
     return mapped

@@ -23,8 +23,10 @@ from torch import nn
 
 import ckpt
 from ckpt.dtypes import DTYPES
-from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError
 from ckpt.formats.registry import open_catalog
+from ckpt.io_backends.faulty import Fault, FaultyProcess
+from ckpt.io_backends.registry import wrap_backends
 from tests.formats.reading import FIXTURES, counted, same
 
 
@@ -415,6 +417,18 @@ def test_a_local_header_that_is_not_there(tmp_path):
     data[at : at + 14] = b"archive/data/9"
     with pytest.raises(CorruptError, match="not where the directory"):
         opened(tmp_path, bytes(data))
+
+
+def test_storage_that_fails_is_no_damage(tmp_path):
+    """Else a job would go on from an older checkpoint because of an error that passes."""
+    torch.save({str(n): torch.ones(1) for n in range(300)}, tmp_path / "a.pt")  # a directory that is longer than the first read
+    with wrap_backends((whole := FaultyProcess()).wrap):
+        open_catalog(str(tmp_path / "a.pt"))
+    reads = [n for n, what in enumerate(whole.log) if what.startswith("read ")]
+    assert len(reads) > 3
+    for n in reads:
+        with wrap_backends(FaultyProcess(Fault(at=n, kind="error")).wrap), pytest.raises(StorageError, match="injected fault"):
+            open_catalog(str(tmp_path / "a.pt"))
 
 
 def test_absurd_sizes_take_no_memory(tmp_path):

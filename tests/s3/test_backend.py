@@ -296,6 +296,29 @@ def test_unfinished_uploads(s3_url: str) -> None:
     assert everything(backend) == {}
 
 
+def test_a_shared_upload_that_is_aborted_and_closed_while_a_part_is_sent_leaves_nothing(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go, sending = threading.Event(), threading.Event()
+
+    def slow(seen: Seen) -> None:
+        if seen.is_part:
+            sending.set()
+            let_go.wait(60)
+
+    watch(monkeypatch, slow)
+    backend = S3Backend(s3_url, part=5 * MIB)
+    shared = backend.create_shared("a", 6 * MIB)
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(shared.write, 0, [bytes(5 * MIB)])
+        assert sending.wait(60)
+        shared.abort()
+        shared.close()
+        let_go.set()
+        writing.exception(60)
+    assert list(backend.pending_uploads()) == []
+
+
 def test_stamps_tell_what_was_written_within_one_second(moto_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     use(moto_store, monkeypatch)
     url = moto_store.new_bucket()

@@ -82,7 +82,9 @@ class Fit(Job):
             run_config=train.RunConfig(storage_path=self.folder, name="fit", failure_config=train.FailureConfig(max_failures=1)),
         ).fit()
         made: dict[str, Any] = json.loads(Path(result).read_text())
-        if made["steps"]:
+        if fit.checkpoint is None:  # a worker that is killed takes with it what Ray has not heard yet
+            assert self.then != 2 or not made["steps"], made
+        elif made["steps"]:
             assert fit.checkpoint.path == f"{root}/step-{SAVED:08}", fit.checkpoint
             assert fit.metrics == {"loss": float(SAVED), "step": SAVED}, fit.metrics
         return made
