@@ -210,6 +210,14 @@ def test_a_checkpointer_of_its_own_saves_to_no_directory_of_a_member(root: str, 
     assert [s.number for s in list_steps(f"{root}/judge")] == [2]
 
 
+@pytest.mark.parametrize("content", ['{"joints": [1, 2]}', "[1]", "none of ours", '{"format": "ckpt-joint", "version": 1}'])
+def test_a_joint_json_of_another_program_keeps_no_job_from_saving(tmp_path: Path, content: str) -> None:
+    (tmp_path / "joint.json").write_text(content)
+    with ckpt.Checkpointer(str(tmp_path / "arm")) as c:
+        c.save(1, {"w": torch.ones(3)}).result()
+    assert [s.number for s in list_steps(str(tmp_path / "arm"))] == [1]
+
+
 def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none_from_it(root: str) -> None:
     state = {"w": torch.ones(3)}
     with one_member(root) as c:
