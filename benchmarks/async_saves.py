@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import glob
-import shutil
+import importlib
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +21,8 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 
 from . import tasks
+from .contestants import CONTESTANTS as KNOWN
+from .contestants import Job
 from .findings import Finding, at_most, medians
 from .measure import cpu_seconds
 from .places import Place
@@ -33,18 +34,14 @@ EAGER = 1.15
 """Most that an eager call may take, in copies of the same bytes into warm memory."""
 LAZY = 0.010
 """Most seconds of a lazy call."""
-GAIN = 5.0
-"""How many times as long DCP's saves must block a training loop."""
-STEPS, EVERY = 12, 2
 CONTESTANTS = ("memcpy", "ckpt eager", "ckpt lazy", "dcp")
-LOOPS = ("none", "ckpt lazy", "dcp")
 
 Samples = dict[str, list[dict[str, float]]]
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """All parts, in one place."""
-    return [blocked(settings, pool, place, tell), slowed(settings, pool, place, tell)]
+    """In one place."""
+    return [blocked(settings, pool, place, tell)]
 
 
 def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding:
@@ -80,57 +77,6 @@ def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding
         rows=rows,
         figures={"place": place.label, "medians": mine, "samples": samples},
         checks=checks,
-    )
-
-
-def slowed(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding:
-    """A training loop without saves, with ckpt's lazy saves and with DCP's: for how long each save blocks it, and what it computes.
-
-    Not by how much the loop takes longer: with as many ranks as cores that is noise, and what runs in the background takes from training.
-    """
-    n = settings.ranks
-    nbytes = pool.run(build_training, on=n, ranks=n, size=settings.size // 4)[0]
-    samples: Samples = {c: [] for c in LOOPS}
-    for repetition, contestant in turns(LOOPS, min(settings.repeat, 3)):
-        directory = place.fresh(f"loop-{contestant}")
-        found = _slowest(pool.run(train, on=n, contestant=contestant, directory=directory, steps=STEPS, every=EVERY))
-        tell(f"async on {n}, {place.label}: {STEPS} steps, saves {contestant}: {found['seconds']:.2f} s")
-        for made in glob.glob(f"{glob.escape(directory)}-*"):
-            shutil.rmtree(made)
-        if repetition > 0:
-            samples[contestant].append(found)
-    pool.run(close, on=n)
-    mine = {c: medians(s) for c, s in samples.items()}
-    saves = -(-STEPS // EVERY)
-    ours, dcp = mine["ckpt lazy"], mine["dcp"]
-    beyond = {c: (m["cpu"] - mine["none"]["cpu"]) / saves for c, m in mine.items()}
-    where = f"ranks {n}, {place.label}"
-    rows = [
-        (
-            c,
-            *(f"{1000 * m[key]:.1f}" for key in ("computed", "call", "blocked")),
-            f"{m['computed'] / dcp['computed']:.2f}",
-            f"{m['blocked'] / dcp['blocked']:.2f}",
-            f"{beyond[c]:.3f}",
-            f"{m['seconds']:.2f}",
-            f"{m['ended']:.2f}",
-        )
-        for c, m in mine.items()
-    ]
-    return Finding(
-        scenario="async",
-        title=f"{STEPS} steps of training, a save every {EVERY}, ranks {n}, {place.label}, {nbytes / 1e6:,.0f} MB per rank",
-        columns=("saves", "computed ms", "call ms", "blocked ms", "of dcp's", "of dcp's", "more CPU s", "loop s", "durable s"),
-        rows=rows,
-        figures={"place": place.label, "medians": mine, "beyond": beyond, "samples": samples},
-        checks=(
-            at_most(f"what the trainer computes for a save, over DCP's: {where}", ours["computed"] / dcp["computed"], 1 / GAIN),
-            at_most(f"what a save blocks training for, over DCP's: {where}", ours["blocked"] / dcp["blocked"], 1 / GAIN),
-        ),
-        notes=(
-            "per save: computed, CPU time of the trainer's thread in the call; blocked, the call and the next step's wait for the capture; "
-            "then both over DCP's; more CPU, what all threads of a rank compute beyond the loop without saves",
-        ),
     )
 
 
@@ -206,6 +152,8 @@ def _copy(state: State, warm: dict[str, torch.Tensor]) -> None:
 def close(rank: Rank) -> None:
     """End what ``settle`` or ``build_training`` made."""
     rank.kept["dcp"].close()
+    if "manager" in rank.kept:
+        rank.kept["manager"].close()
     rank.kept.clear()
     gc.collect()
 
@@ -229,6 +177,7 @@ def build_training(rank: Rank, *, ranks: int, size: int) -> int:
     rank.kept.update(model=model, optimizer=optimizer, ranks=ranks, dcp=background)
     rank.kept["batch"] = torch.randn(BATCH, width)
     _step(rank)
+    local_job(rank)
     return 12 * layers * width**2 // ranks
 
 
@@ -241,6 +190,12 @@ def train(rank: Rank, *, contestant: str, directory: str, steps: int, every: int
     """
     group, saver = rank.groups[rank.kept["ranks"]], rank.kept["dcp"]
     tree = {"model": rank.kept["model"], "optimizer": rank.kept["optimizer"]}
+    acts: dict[str, Callable[[str], Any]] = {
+        "ckpt lazy": lambda directory: ckpt.save_async(directory, tree, capture="lazy", job=ckpt.Job(process_group=group)),
+        "dcp": lambda directory: saver.save(directory, dcp_state(rank)),
+        "raw": lambda directory: KNOWN["raw"].save(local_job(rank), directory) or None,
+        "torch_checkpointing": lambda directory: manager(rank).save(directory, {"state": local_job(rank).state.local}),
+    }
     handle: Any = None
     costs: list[dict[str, float]] = []
     gc.collect()
@@ -249,11 +204,8 @@ def train(rank: Rank, *, contestant: str, directory: str, steps: int, every: int
     for number in range(steps):
         saves = number % every == 0 and contestant != "none"
         called, computed = time.perf_counter(), time.thread_time()
-        if saves and contestant == "dcp":
-            model, optimizer = get_state_dict(tree["model"], tree["optimizer"])
-            handle = saver.save(f"{directory}-{number}", {"model": model, "optimizer": optimizer})
-        elif saves:
-            handle = ckpt.save_async(f"{directory}-{number}", tree, capture="lazy", job=ckpt.Job(process_group=group))
+        if saves:
+            handle = acts[contestant](f"{directory}-{number}")
         call, computed = time.perf_counter() - called, time.thread_time() - computed
         blocked = call + _step(rank)
         if saves or contestant == "none":
@@ -266,6 +218,37 @@ def train(rank: Rank, *, contestant: str, directory: str, steps: int, every: int
     cpu = cpu_seconds() - cpu
     dist.barrier(group)
     return {"seconds": seconds, "cpu": cpu, "ended": ended, **medians(costs)}
+
+
+def dcp_state(rank: Rank) -> dict[str, Any]:
+    """The training as DCP takes it."""
+    model, optimizer = get_state_dict(rank.kept["model"], rank.kept["optimizer"])
+    return {"model": model, "optimizer": optimizer}
+
+
+def local_job(rank: Rank) -> Job:
+    """The training as contestants take it that know this rank's memory alone."""
+    names = {param: name for name, param in rank.kept["model"].named_parameters()}
+    local = {name: param.detach().to_local() for param, name in names.items()}
+    for param, values in rank.kept["optimizer"].state.items():
+        local |= {f"{names[param]}.{key}": values[key].to_local() for key in ("exp_avg", "exp_avg_sq")}
+    if "sizes" not in rank.kept:
+        rank.kept["sizes"] = [0] * rank.kept["ranks"]
+        dist.all_gather_object(rank.kept["sizes"], sum(tensor.nbytes for tensor in local.values()), group=rank.groups[rank.kept["ranks"]])
+    sizes = rank.kept["sizes"]
+    state = State(tree={}, local=local, replicated=False, start=sum(sizes[: rank.number]), total=sum(sizes), digests={})
+    return Job(state=state, group=rank.groups[rank.kept["ranks"]], rank=rank.number, ranks=rank.kept["ranks"])
+
+
+def manager(rank: Rank) -> Any:
+    """torch_checkpointing's, which writes in a process of its own; without ``O_DIRECT``."""
+    if "manager" not in rank.kept:
+        tc = importlib.import_module("torch_checkpointing")
+        config = tc.CheckpointManager.Config.with_async_save()
+        storage = importlib.import_module("torch_checkpointing.storage.filesystem")
+        config.storage_config = storage.LocalFileSystemStorageConfig(use_direct_io=False)
+        rank.kept["manager"] = config.build()
+    return rank.kept["manager"]
 
 
 def _step(rank: Rank) -> float:

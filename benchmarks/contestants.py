@@ -111,6 +111,8 @@ class TorchCheckpointing:
         manager = self._manager()
         manager.save(directory, {"state": job.state.local})  # without a future where it saves in the foreground
         manager.close()
+        if job.group is not None:
+            dist.barrier(job.group)  # rank 0 renames the directory when the others may have returned
         path = f"{directory}/state_{job.rank}.pt"
         with open(path, "rb") as file:
             os.fsync(file.fileno())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 import time
@@ -87,3 +89,25 @@ def machine_seconds() -> float:
     with open("/proc/stat", encoding="ascii") as file:
         user, nice, system, _idle, _iowait, irq, softirq = map(int, file.readline().split()[1:8])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def peak_of(operation: Callable[[], object]) -> int:
+    """Most bytes of resident memory during an operation, beyond those before it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = reset_peak()
+    operation()
+    return max(0, resident("VmHWM") - before)
+
+
+def reset_peak() -> int:
+    """Set the high-water mark back to what is resident now; that, in bytes."""
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+        file.write("5")
+    return resident("VmRSS")
+
+
+def resident(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:
+        found = dict(line.split(":", 1) for line in file)
+    return int(found[field].split()[0]) * 1024

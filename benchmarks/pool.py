@@ -47,7 +47,9 @@ class Pool:
         self._processes = []
         for number in range(count):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(number, count, theirs), name=f"rank {number}", daemon=True)
+            process = spawn.Process(
+                target=_serve, args=(number, count, theirs), name=f"rank {number}"
+            )  # no daemon: some contestants start a process
             process.start()
             theirs.close()
             self._pipes.append(ours)

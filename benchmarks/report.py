@@ -11,8 +11,6 @@ from .scenarios import Measurement
 
 BALANCE = 1.05
 """Most that one rank may write of a replicated state, in mean shares."""
-INDEX_BYTES_PER_TENSOR = 250
-"""An index of 4,000 tensors must stay under a megabyte."""
 READ = 1.02
 """Most that all ranks may read of a checkpoint in another layout, in bytes per byte that they need."""
 WORTH = 100_000_000
@@ -64,7 +62,7 @@ def _row(m: Measurement, medians: Mapping[tuple[Any, str], dict[str, float]]) ->
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def checks_of(rows: Sequence[Row], planning: Row | None) -> list[Check]:
+def checks_of(rows: Sequence[Row]) -> list[Check]:
     """All checks that what was measured allows."""
     found = []
     for row in rows:
@@ -79,7 +77,7 @@ def checks_of(rows: Sequence[Row], planning: Row | None) -> list[Check]:
             found.append(_balance(row, where))
         if row["scenario"] == "reshard" and row["state_bytes"] >= WORTH:
             found.append(_read(row, where))
-    return found if planning is None else [*found, _index(planning)]
+    return found
 
 
 def _disturbed(row: Row) -> str:
@@ -95,13 +93,6 @@ def _balance(row: Row, where: str) -> Check:
 def _read(row: Row, where: str) -> Check:
     ratio = sum(said["read"] for said in row["said"]) / sum(said["needed"] for said in row["said"])
     return Check(name=f"bytes read / needed <= {READ}: {where}", ok=ratio <= READ, detail=f"{ratio:.4f}")
-
-
-def _index(planning: Row) -> Check:
-    limit = INDEX_BYTES_PER_TENSOR * planning["tensors"]
-    size = planning["ckpt"]["index"]
-    name = f"index of {planning['tensors']:,} tensors on {planning['ranks']} ranks under {limit:,} bytes"
-    return Check(name=name, ok=size < limit, detail=f"{size:,} bytes; DCP's metadata: {planning['dcp']['index']:,}")
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -133,29 +124,6 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['read'] / 1e6:,.1f}",
         f"{row['elsewhere']:.0%}" + (" !" if row["elsewhere"] > DISTURBED else ""),
     )
-
-
-def planning_table(planning: Row) -> list[str]:
-    """Planning and index of the simulated job, as lines of text."""
-    labels = {
-        "index": "index, bytes",
-        "headers": "headers of all data files, bytes",
-        "to_leader": "sent to the leader, bytes",
-        "rank_cpu": "planning on a rank, CPU s",
-        "leader_cpu": "planning on the leader, CPU s",
-        "finish_cpu": "writing the metadata, CPU s",
-        "read_cpu": "reading the index, CPU s",
-    }
-    lines = [("", "ckpt", "dcp")]
-    lines += [(label, _figure(planning["ckpt"].get(key)), _figure(planning["dcp"].get(key))) for key, label in labels.items()]
-    title = f"planning, {planning['tensors']:,} tensors in {planning['chunks']:,} chunks on {planning['ranks']} simulated ranks"
-    return ["", title, *aligned(lines)]
-
-
-def _figure(value: int | list[float] | None) -> str:
-    if value is None:
-        return "-"
-    return f"{median(value):.4f}" if isinstance(value, list) else f"{value:,}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -17,7 +17,7 @@ import click
 from .findings import Finding
 from .places import Place, machine
 from .pool import Pool
-from .report import Check, checks_of, planning_table, rows_of, tables
+from .report import Check, checks_of, rows_of, tables
 
 SCHEMA = 1
 SCENARIOS = (
@@ -25,9 +25,7 @@ SCENARIOS = (
     "replicated",
     "small",
     "reshard",
-    "planning",
     "async",
-    "memory",
     "scale",
     "steady",
     "gpu",
@@ -53,8 +51,6 @@ def default_directories() -> tuple[str, ...]:
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file.")
 @click.option("--only", multiple=True, type=click.Choice(SCENARIOS), help="Scenarios to run; may be given more than once.")
 @click.option("--small-tensors", type=click.IntRange(1), default=20_000, help="Tensors of the scenario 'small'.")
-@click.option("--plan-tensors", type=click.IntRange(1), default=4_000, help="Tensors of the scenario 'planning'.")
-@click.option("--plan-ranks", type=click.IntRange(1), default=64, help="Simulated ranks of the scenario 'planning'.")
 @click.option("--large-layers", type=click.IntRange(1), default=126, help="Layers of the loads of the scenario 'scale'.")
 @click.option("--large-ranks", type=click.IntRange(1), default=16_384, help="Simulated ranks of the loads of the scenario 'scale'.")
 @click.option("--scale-ranks", type=click.IntRange(128), default=16_384, help="Most ranks of a job of the scenario 'scale'.")
@@ -97,7 +93,7 @@ def benchmark(given: dict[str, int], directories: Sequence[str], scenarios: Sequ
 
 
 def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: Sequence[str], *, quiet: bool) -> dict[str, Any]:
-    from . import planning, tasks  # these import torch
+    from . import tasks  # imports torch
     from .scale import MORE
     from .scenarios import MOVING, Settings
 
@@ -107,12 +103,6 @@ def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: 
 
     settings = Settings(**given)
     measured = [m for place in places for name in scenarios if name in MOVING for m in MOVING[name](settings, pool, place, tell)]
-    plan = None
-    if "planning" in scenarios:
-        arguments = {"tensors": settings.plan_tensors, "ranks": settings.plan_ranks, "repeat": min(settings.repeat, 3)}
-        directory = places[0].fresh("planning")
-        os.mkdir(directory)
-        plan = pool.run(planning.measure, on=1, directory=directory, **arguments)[0]
     rows = rows_of(measured)
     findings = [
         finding
@@ -121,9 +111,9 @@ def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: 
         for place in (places[:1] if name in ONCE else places)
         for finding in MORE[name](settings, pool, place, tell)
     ]
-    checks: list[Check] = [*checks_of(rows, plan), *(check for finding in findings for check in finding.checks)]
+    checks: list[Check] = [*checks_of(rows), *(check for finding in findings for check in finding.checks)]
     versions = pool.run(tasks.versions, on=1)[0]
-    document = {"versions": versions, "results": rows, "planning": plan, "findings": [f.to_json() for f in findings]}
+    document = {"versions": versions, "results": rows, "findings": [f.to_json() for f in findings]}
     return document | {"checks": [asdict(c) for c in checks]}
 
 
@@ -136,8 +126,6 @@ def text_of(document: dict[str, Any]) -> list[str]:
         f"medians of {settings['repeat']} repetitions, one before them discarded; files synced; loads from disk without the page cache",
         *tables(document["results"]),
     ]
-    if document["planning"] is not None:
-        lines += planning_table(document["planning"])
     for finding in document["findings"]:
         lines += Finding.from_json(finding).lines()
     checks = [f"{'PASS' if c['ok'] else 'FAIL'}  {c['name']}: {c['detail']}" for c in document["checks"]]

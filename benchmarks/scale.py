@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import async_saves, footprint, gpu, scale_calls, scale_load, scale_save, scale_steps, scale_store, scale_values, steady
+from . import async_saves, gpu, scale_load, scale_save, scale_values, steady
 from .findings import Finding
 from .places import Place
 from .pool import Pool
 from .scenarios import Settings, Tell
 
-PARTS = (scale_save, scale_calls, scale_load, scale_store, scale_steps, scale_values)
+PARTS = (scale_save, scale_load, scale_values)
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
@@ -22,7 +22,6 @@ def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Findin
 
 MORE: dict[str, Callable[[Settings, Pool, Place, Tell], list[Finding]]] = {
     "async": async_saves.run,
-    "memory": footprint.run,
     "scale": run,
     "steady": steady.run,
     "gpu": gpu.run,

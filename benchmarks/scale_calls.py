@@ -1,4 +1,4 @@
-"""Part of the scenario ``scale``: collective calls as a whole, by the public API, with two real ranks of a job of thousands (``played``).
+"""Collective calls as a whole, by the public API, with two real ranks of a job of thousands (``played``).
 
 Each rank has a row of some tensors. What is counted is what a rank and the leader ask of the job's store and of the storage, the bytes that
 they put into the store and get from it, and the CPU seconds of both.
@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from multiprocessing import get_context
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,18 +25,11 @@ from ckpt.plan.tables import Table
 from ckpt.policies import EverySteps, Latest
 from ckpt.runs.node_tier import SpreadTier
 
-from .findings import Finding, at_most
 from .measure import cpu_seconds
-from .places import Place
 from .played import Played, PlayedJob, Share
-from .pool import Pool
-from .scenarios import Settings, Tell
 
-CALLS = ("save", "save_async", "load", "references", "reshard", "step", "restore", "publish", "take")
 TENSORS = 8
 TIMEOUT = 600.0
-MESSAGES = 40
-"""Most messages of a rank in a call."""
 MACHINE = 8
 """Ranks of one machine."""
 
@@ -47,8 +38,9 @@ class Calls:
     """The calls of one job, each as often as it is asked for. ``folder`` is on a file system. ``experts``: each rank has a tensor that no
     other rank has, besides those of which all have a row; so no two ranks tell the same of theirs."""
 
-    def __init__(self, ranks: int, folder: str, *, experts: bool = False) -> None:
+    def __init__(self, ranks: int, folder: str, *, experts: bool = False, tensors: int = TENSORS) -> None:
         self.job, self.ranks, self.folder, self.experts = PlayedJob(ranks), ranks, f"{folder}/{ranks}-{experts}", experts
+        self.tensors = tensors
         rules = [(_expert(rank), ckpt.Stage("dp", rank)) for rank in range(2)] if experts else []
         self.layout = ckpt.Layout({"dp": ranks}, [*rules, ("*", ckpt.Shard(0, "dp"))])
         self.states = [self._state(rank, float(rank)) for rank in range(2)]
@@ -67,7 +59,7 @@ class Calls:
         self.job.close()
 
     def _state(self, rank: int, value: float = -1.0) -> dict[str, Any]:
-        model = {f"layers.{i}.weight": torch.full((1, 8), value) for i in range(TENSORS)}
+        model = {f"layers.{i}.weight": torch.full((1, 8), value) for i in range(self.tensors)}
         if self.experts:
             model[_expert(rank).removeprefix("model.")] = torch.full((8,), value)
         return {"model": model, "step": 1}
@@ -218,51 +210,6 @@ class Calls:
             tier.connect()
 
         return self.job.play(connect, _on_machines)
-
-
-def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """Each call for the second time, at a sixteenth, a quarter and all of ``settings.scale_ranks``."""
-    del pool
-    ranks = settings.scale_ranks
-    sizes = sorted({max(n, 128) for n in (ranks // 16, ranks // 4, ranks)})
-    found = {}
-    for n in sizes:  # in a process without a group: the job that it plays is of other ranks than the pool's
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            found[n] = process.submit(measure, place.fresh("calls"), n).result()
-    place.fresh("calls")
-    rows = []
-    for name in CALLS:
-        for n in sizes:
-            played = found[n][name]
-            rows.append((name, f"{n:,}", *(f"{leader:,}, {other:,}" for leader, other in (played.messages, played.put, played.got))))
-            rows[-1] = (*rows[-1], str(played.requests), f"{played.cpu:.2f}")
-        tell(f"scale, calls, {name}: " + "; ".join(f"{n:,} ranks: {found[n][name].messages} messages" for n in sizes))
-    most = found[sizes[-1]]
-    return [
-        Finding(
-            scenario="scale",
-            title="whole calls, two ranks of them real: the leader's, another rank's",
-            columns=("call", "ranks", "messages", "bytes put", "bytes got", "requests of both", "CPU s of both"),
-            rows=rows,
-            figures={str(n): {name: asdict(played) for name, played in calls.items()} for n, calls in found.items()},
-            checks=[at_most(f"messages of a rank, {name}, {sizes[-1]:,} ranks", most[name].messages[1], MESSAGES) for name in CALLS],
-        )
-    ]
-
-
-def measure(directory: str, ranks: int) -> dict[str, Played]:
-    """Each of ``CALLS``, the second time."""
-    calls = Calls(ranks, directory)
-    found: dict[str, Played] = {}
-    with calls.source():
-        calls.publish()
-        calls.checkpointer(layout=calls.layout)
-        take = calls.sink()
-        for name in CALLS:
-            play: Callable[[], Played] = take if name == "take" else getattr(calls, name)
-            play()
-            found[name] = replace(play(), results=(None, None))
-    return found
 
 
 def missing_copies_seconds(ranks: int) -> float:

@@ -39,9 +39,8 @@ from .findings import Finding, at_most
 from .flat_files import FlatFiles
 from .measure import cpu_seconds
 from .places import Place
-from .planning import ID, KEPT
 from .pool import Pool, Rank
-from .scale_jobs import DENSE, OTHER
+from .scale_jobs import DENSE, KEPT, OTHER
 from .scenarios import Settings, Tell
 
 BATCH = 128
@@ -192,7 +191,7 @@ def gather(rank: Rank, *, layers: int, ranks: int, directory: str) -> dict[str, 
     """Seconds and memory of the plan of one of 8 ranks that hold the weights in rows or columns: every file is there, one after another."""
     del rank
     tensors = states(layers, flat(ranks))
-    files = FlatFiles(tensors, assign(tensors, merge_flat_shards=True), ID)
+    files = FlatFiles(tensors, assign(tensors, merge_flat_shards=True), "0123456789abcdef")
     for number in range(0, ranks, max(ranks // 8, 1)):
         assert files.header(number)[0] == files.saved(number)
     catalog = FlatCheckpoint(files, directory, ranks)

@@ -14,8 +14,7 @@ from typing import Any
 import ckpt
 
 from .findings import Finding, at_most
-from .footprint import reset_peak, resident
-from .measure import cpu_seconds
+from .measure import cpu_seconds, reset_peak, resident
 from .places import Place
 from .pool import Pool, Rank
 from .scenarios import Settings, Tell

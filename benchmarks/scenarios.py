@@ -24,8 +24,6 @@ class Settings:
     ranks: int
     repeat: int
     small_tensors: int
-    plan_tensors: int
-    plan_ranks: int
     large_layers: int = 126
     large_ranks: int = 16_384
     scale_ranks: int = 16_384
@@ -173,4 +171,4 @@ MOVING: dict[str, Callable[[Settings, Pool, Place, Tell], list[Measurement]]] = 
     "small": small,
     "reshard": resharded,
 }
-"""The scenarios that move bytes; ``planning`` is in planning.py."""
+"""The scenarios that move bytes."""

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ckpt.state.tensors import as_bytes
 
-Kind = Literal["sharded", "replicated", "small"]
+Kind = Literal["sharded", "replicated", "small", "equal"]
 
 LAYERS = 8
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -32,7 +32,7 @@ class Recipe:
     ``sharded``: a model and its Adam state as DTensors over all ranks, along dimension ``dim`` where there is one; ``size`` is bytes of all
     ranks together. With ``tensor_parallel``, so many neighbours cut the last dimension, and the groups of them dimension 0.
     ``replicated``: the same as plain tensors, equal on all ranks; ``size`` is bytes of one rank. ``small``: ``size`` is the number of
-    tensors of 64 bytes.
+    tensors of 64 bytes. ``equal``: ``tensors`` DTensors of one size, cut by rows; ``size`` is bytes of all ranks together.
     """
 
     kind: Kind
@@ -40,6 +40,7 @@ class Recipe:
     size: int
     dim: int = 0
     tensor_parallel: int = 1
+    tensors: int = 0
 
     @property
     def label(self) -> str:
@@ -82,8 +83,8 @@ def digests_of(local: dict[str, torch.Tensor]) -> dict[str, str]:
 
 def build(recipe: Recipe, group: dist.ProcessGroup) -> State:
     """This rank's state, its memory touched. Collective over ``group``."""
-    tree, local = _small(recipe.size) if recipe.kind == "small" else _adam(recipe, group)
-    replicated = recipe.kind != "sharded"
+    tree, local = _small(recipe.size) if recipe.kind == "small" else (_equal if recipe.kind == "equal" else _adam)(recipe, group)
+    replicated = recipe.kind in ("replicated", "small")
     sizes: list[int] = [0] * recipe.ranks
     dist.all_gather_object(sizes, sum(t.nbytes for t in local.values()), group=group)
     starts = [0, *accumulate(sizes)]
@@ -101,6 +102,13 @@ def build(recipe: Recipe, group: dist.ProcessGroup) -> State:
 def _small(count: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     local = {f"t{i:06d}": pattern(SMALL_SHAPE, i) for i in range(count)}
     return {"model": dict(local)}, {f"model.{name}": tensor for name, tensor in local.items()}
+
+
+def _equal(recipe: Recipe, group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    mesh, local = _mesh(recipe, group), dict[str, torch.Tensor]()
+    shape = (recipe.ranks, recipe.size // recipe.ranks // recipe.tensors // 4)
+    model = {f"t{i:04d}": dtensor(local, f"model.t{i:04d}", shape, i, mesh, [Shard(0)]) for i in range(recipe.tensors)}
+    return {"model": model}, local
 
 
 def _adam(recipe: Recipe, group: dist.ProcessGroup) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

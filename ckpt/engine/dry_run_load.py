@@ -215,9 +215,8 @@ def forecast_on_mesh(
         dry_run=True,
     )
     job = LoadJob(call=Group(0, (0,)).call("load", catalog.url, options.timeout), options=options)
-    every = max(1, math.ceil(len(rules.mesh.ranks) / most_ranks))
     ranks, rate, seconds = list[RankForecast](), 0.0, 0.0
-    for rank in rules.mesh.ranks[::every]:
+    for rank in rules.mesh.ranks[:: max(1, math.ceil(len(rules.mesh.ranks) / most_ranks))]:
         jobs = list(_jobs(entries, layouts, rank))
         reader = job.reader(catalog, verify)
         shared = jobs if shares == "all" or verify == "full" else ()

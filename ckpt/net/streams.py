@@ -340,7 +340,6 @@ class Inlet:
                 self._began()
             else:
                 shared_read, piece, _, _, wanted = RECORD.unpack(self._record)
-                assert self._room is not None
                 if hash_of(self._room).intdigest() != wanted:
                     raise damaged(f"rank {self._rank}")
                 self._room, self._views = None, Views([memoryview(self._record)])

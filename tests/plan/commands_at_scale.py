@@ -8,15 +8,16 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import replace
 
 import torch
 from click.testing import CliRunner
 
 import ckpt
 from benchmarks.measure import cpu_seconds
-from benchmarks.scale_steps import make_step
 from ckpt.cli.main import cli
-from ckpt.formats.native.commit import COMMIT_PATH
+from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, IndexFile
+from ckpt.formats.native.paths import INDEX_NAMES
 from ckpt.policies import EverySteps, Latest
 from ckpt.runs.tiers import Tiers
 
@@ -31,6 +32,26 @@ def seconds(*arguments: str, exit_code: int = 0) -> float:
     return took
 
 
+def make_step(root: str, number: int) -> None:
+    """A committed checkpoint, as far as listings look, that may be referred to."""
+    id = f"{number:016d}"
+    record = CommitRecord(
+        id=id,
+        created="2026-01-01T00:00:00.000+00:00",
+        writer="benchmark",
+        world_size=64,
+        index={name: IndexFile(path=f"index-{id}/{name}", size=0, digest="0" * 32) for name in INDEX_NAMES},
+        tensor_bytes=1 << 40,
+        reusable=True,
+    )
+    if number % 2:
+        record = replace(record, metrics={"loss": 1 / (number + 1)})
+    directory = f"{root}/step-{number:08d}"
+    os.makedirs(directory)
+    with open(f"{directory}/{COMMIT_PATH}", "wb") as file:
+        file.write(record.to_bytes())
+
+
 class Run:
     """A run of ``steps`` that hold no tensors and may be referred to."""
 
@@ -38,7 +59,7 @@ class Run:
         logging.getLogger("ckpt").setLevel(logging.ERROR)
         self.steps, self.root = steps, f"{folder}/{steps}-steps"
         for n in range(steps):
-            make_step(self.root, n, reusable=True)
+            make_step(self.root, n)
         self.tiers = Tiers(self.root, EverySteps(1, start=1) | Latest(1))  # keeps all but step 0
         self.tiers.steps()
 
@@ -57,7 +78,7 @@ class Run:
 
     def retention(self) -> float:
         """After a save, of a process that knows the run: one step goes."""
-        make_step(self.root, 0, reusable=True) if not os.path.exists(f"{self.root}/step-{0:08d}") else None
+        make_step(self.root, 0) if not os.path.exists(f"{self.root}/step-{0:08d}") else None
         self.tiers.steps()
         began = cpu_seconds()
         self.tiers.retain_root()
