@@ -212,6 +212,14 @@ def test_a_checkpointer_of_its_own_saves_to_no_directory_of_a_member(root: str, 
     assert [s.number for s in list_steps(f"{root}/judge")] == [2]
 
 
+@pytest.mark.parametrize("content", ['{"joints": [1, 2]}', "[1]", "none of ours", '{"format": "ckpt-joint", "version": 1}'])
+def test_a_joint_json_of_another_program_keeps_no_job_from_saving(tmp_path: Path, content: str) -> None:
+    (tmp_path / "joint.json").write_text(content)
+    with ckpt.Checkpointer(str(tmp_path / "arm")) as c:
+        c.save(1, {"w": torch.ones(3)}).result()
+    assert [s.number for s in list_steps(str(tmp_path / "arm"))] == [1]
+
+
 def test_whether_a_root_is_a_members_is_asked_until_it_answers(root: str) -> None:
     with one_member(root) as c:
         c.restore({"w": torch.ones(3)})
