@@ -292,7 +292,7 @@ def translated(
         CoverageError: a tensor would have elements that no file has.
     """
     url = url_text(url)
-    check_translation(translation)
+    check_translation(translation, needed=True)
     # The id follows from what the checkpoint is, so that each rank of a job can make its own and load from it.
     views = translation.views(numbers_of_files(url))
     catalog = _opened(url)

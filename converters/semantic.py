@@ -88,10 +88,10 @@ def misfit_masters(catalog: Catalog, *, threads: int | None = None) -> tuple[int
     elements = Elements(catalog)
     masters = [s for s in _masters(catalog, _states(catalog)) if {s.entry.dtype.name, catalog.tensors[s.param].dtype.name} <= {*_LOW}]
     with _pool(threads) as pool:
-        found = (problem for problem in pool.map(lambda s: _check_master(elements, s), masters) if problem is not None)
-        problem = next(found, None)
+        problems = pool.map(lambda s: _check_master(elements, s), masters)
+        first = next((problem for problem in problems if problem is not None), None)
         pool.shutdown(wait=False, cancel_futures=True)
-    return len(masters), problem
+    return len(masters), first
 
 
 def _masters(catalog: Catalog, states: Iterable[_State]) -> list[_State]:

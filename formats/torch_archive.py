@@ -151,7 +151,7 @@ def read_directory(window: FileRange) -> dict[str, ZipRecord]:
         raise
     except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as err:
         _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is no zip archive", err)
-    limits = [*(after.header for after in listed[1:]), archive.start_dir]
+    limits = [*(record.header for record in listed), archive.start_dir][1:]
     records: dict[str, ZipRecord] = {}
     for record, limit in zip(listed, limits, strict=True):
         if record.name in records:

@@ -222,7 +222,7 @@ class FsspecBackend(Backend):
             if arrived != size:
                 raise StorageError(f"{size} bytes were sent, but the object has {arrived}", where=where, hint="save again")
 
-        with storage_errors(tempfile.gettempdir(), "make a temporary file"):
+        with storage_errors("the directory for temporary files", "make a temporary file"):  # looked for only if one is needed
             file = tempfile.NamedTemporaryFile(prefix="ckpt-") if size > IN_MEMORY else None  # noqa: SIM115  the Writer closes it
         return GatheringWriter(where=where, size=size, send=send, remove=lambda: self.delete(path), file=file)
 

@@ -96,6 +96,7 @@ def _keeps_conditions(key: Key) -> bool:
         _refuses(key, {"IfNoneMatch": "*"})
         return _refuses(key, {"IfNoneMatch": "*"}) and _refuses(key, {"IfMatch": '"0123456789abcdef0123456789abcdef"'})
     except StorageError as err:
+        # It does not know the header. Other refusals, of expired credentials for example, may pass
         if isinstance(err.__cause__, ClientError) and (
             status_of(err.__cause__) == 501 or code_of(err.__cause__) in ("NotImplemented", "InvalidArgument")
         ):

@@ -247,7 +247,7 @@ class SharedWriter(WriterBase):
     """One process's side of an object that several write."""
 
     _owned: bool
-    """What is left goes with an abort here."""
+    """Whether an abort in this process removes the object."""
 
     def close(self) -> None:
         with self._lock:

@@ -54,12 +54,22 @@ SHM = Path("/dev/shm")
 def _takes_files(folder: Path) -> bool:
     """Whether there is room for what all workers have at a time, and programs and direct writes are possible, as on a disk."""
     try:
-        if shutil.disk_usage(folder).free < 6 << 30 or os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        if shutil.disk_usage(folder).free < 6 << 30 or _free_memory() < 12 << 30 or os.statvfs(folder).f_flag & os.ST_NOEXEC:
             return False
         os.close(os.open(folder, os.O_TMPFILE | os.O_DIRECT | os.O_RDWR))
-    except (AttributeError, OSError):
+    except (AttributeError, OSError, ValueError):
         return False
     return True
+
+
+def _free_memory() -> int:
+    """Bytes: what files in memory take, the processes of the tests lack. A container may have less than its machine."""
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:")]
+    free = int(line.split()[1]) << 10
+    with suppress(OSError, ValueError):  # no limit is "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, limit - used)
+    return free
 
 
 # On a disk, the tests wait for fsyncs longer than they compute: 118 tests of three files make 6,200. Those in io_backends/ stay there.

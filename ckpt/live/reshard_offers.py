@@ -201,11 +201,8 @@ def offer(
         tables = cache.old_tables
         if tables is None or tables.key != key:
             tables = cache.old_tables = OldTables(key, *split_tables(infos, table.aliases, table.own))
-        row: Row = {
-            "table": " ".join(map(call.share, tables.parts)),
-            "state": call.share(tree.text(mine.state).encode()),
-            "known": cache.key,
-        }
+        shared, values = " ".join(map(call.share, tables.parts)), call.share(tree.text(mine.state).encode())
+        row: Row = {"table": shared, "state": values, "known": cache.key}
         if mine.own or table.own:
             row["own"] = call.share(own_blob(mine.own, tables.own))
         if check_replicas and len(meeting.old) > 1:

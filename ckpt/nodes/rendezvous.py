@@ -45,8 +45,8 @@ log = logging.getLogger("ckpt")
 
 
 def surviving_nodes(directory: str, known: Collection[str | None]) -> Sequence[StorageNode]:
-    """Those that answer of the daemons that ``CKPT_MEMORY`` names, without the ones whose ids are ``known``: these are the job's own. None
-    if the ``directory`` of the run is no ``memory://name``."""
+    """Those that answer of the daemons that ``CKPT_MEMORY`` names, without the ones whose ids are ``known``: these are the job's own. There
+    are none if the ``directory`` of the run is no ``memory://name``."""
     addresses = settings.memory_machines() if is_memory(directory) else ()
     if not addresses:
         return ()

@@ -215,7 +215,7 @@ class Checkpointer:
             FormatError: another release wrote the newest one: going back behind it would lose what it has.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
             StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
-            CoverageError: the run has no checkpoint, and ranks have other parameters than others without a ``layout``, such as stages of a
+            CoverageError: the run has no checkpoint, and the ranks have different parameters without a ``layout``, such as stages of a
                 pipeline: the first save would fail.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
             ConflictError: the other members of the run did not come within ``timeout``.
@@ -264,8 +264,7 @@ class Checkpointer:
 
         different = self._group.call("restore", self.root, self._timeout).map_reduce("begin", check, _different_parameters)
         began, reports = time.perf_counter(), list[LoadReport]()
-        spans: dict[int, Row] = {}
-        catalogs: list[Catalog] = []
+        spans, catalogs = dict[int, Row](), list[Catalog]()
         wanted, taken = recorded.set(spans), opened.set(catalogs if self._options.reusable else None)
         for spread in self._tiers.spreads:
             spread.forget_sources()
@@ -291,8 +290,7 @@ class Checkpointer:
                 self._bases.restored(restored.url if own is not None else None, catalogs)
             self._reporter.restored(restored.step, restored.url, time.perf_counter() - began, reports[-1].bytes_needed, spans=spans)
         if restored is None and different is not None:  # now, not at the first save
-            text = f"ranks have other parameters than others, and no layout says where they lie, so nothing can be saved: {different}"
-            raise CoverageError(text, where=self.root, hint="stages of a pipeline: Checkpointer(layout=...), docs/layouts.md#pipelines")
+            raise CoverageError(different, where=self.root, hint="give stages of a pipeline a layout=: docs/layouts.md#pipelines")
         if self._tiers.uploader is not None:
             for spread in self._tiers.spreads:
                 spread.add()
@@ -670,12 +668,15 @@ class Checkpointer:
 
 
 def _different_parameters(rows: Mapping[int, Row]) -> str | None:
-    """On the leader: what the ranks have, unless they have the same."""
+    """On the leader: why a state cannot be saved whose plain parameters the ranks do not have alike; None if they do."""
     if not all("parameters" in row for row in rows.values()):
         return None
     groups = grouped(rows, "parameters")
+    if len(groups) < 2:
+        return None
     each = [f"{rows[ranks[0]]['shown']} on {ranks_text(ranks)}" for _, ranks in groups[:3]]
-    return "; ".join([*each, *["…"] * (len(groups) > 3)]) if len(groups) > 1 else None
+    shown = "; ".join([*each, *["…"] * (len(groups) > 3)])
+    return f"the ranks have different parameters, and no layout says where these lie, so nothing can be saved: {shown}"
 
 
 def _raise(error: BaseException | None) -> None:

@@ -161,10 +161,13 @@ def check_no_member(run: str) -> None:
     try:  # one request, and no listing of what may be thousands of other runs
         above, name = split_url(open_backend(run))
         backend = open_backend(above)
-        data = backend.read_whole(GENERATION_PATH, GENERATION_LIMIT)
-    except (UsageError, AccessError, NotFoundError):  # nothing lies above, or nobody may look there: such as a run at the top of a bucket
+        values = parse_object(backend.read_whole(GENERATION_PATH, GENERATION_LIMIT))
+        is_member = values["format"] == _FORMAT and name in values["members"]
+    except (AccessError, NotFoundError, FormatError, CorruptError, ValueError, KeyError, TypeError):
+        # Nothing lies above, or nobody may look there, such as a run at the top of a bucket; or what lies there is another program's file,
+        # which keeps no job from saving. If it is damaged, whoever restores the run of several jobs says it.
         return
-    if name in Generation.from_bytes(data, join_url(backend.url, GENERATION_PATH)).members:
+    if is_member:
         hint = f"Checkpointer({backend.url!r}, member=ckpt.Member({name!r}, of=...)), or another directory for a job of its own"
         raise UsageError("only a member of the run of several jobs saves to its directory", where=run, hint=hint)
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
-from functools import partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -106,14 +105,15 @@ class Tiers:
         return max((id for id in ids if id is not None), default=None)
 
     def check_no_member(self) -> None:
-        """Once, before a job that saves by itself saves to the root: it is none of a run of several jobs."""
+        """Before a job that saves by itself saves to the root, until the root has answered: it is none of a run of several jobs."""
+
+        def ask() -> bool:
+            check_no_member(self.root)
+            return True
+
         if not self._no_member:
-            check = partial(check_no_member, self.root)
-            if self.local is None:
-                check()
-            else:
-                self._asked(check, f"whether {self.root} is of a run of several jobs")
-            self._no_member = True
+            answer = ask() if self.local is None else self._asked(ask, f"whether {self.root} is of a run of several jobs")
+            self._no_member = answer is not None
 
     def look(self) -> list[Step]:
         """As :meth:`run`, for a save: with a local tier it takes a few seconds at most, and is without what the root has if that does not

@@ -159,7 +159,7 @@ class Translation:
         object.__setattr__(self, "names", url_text(self.names))
         for name in ("names", "convention"):
             if not isinstance(value := getattr(self, name), str):
-                raise UsageError(f"{name}= is text, not {value!r}")
+                raise UsageError(f"{name}= is text, not {value!r}", hint='Translation(names="llama", convention="huggingface")')
         if not isinstance(self.numbers, Mapping) or not all(isinstance(name, str) for name in self.numbers):
             raise UsageError(f"numbers= are numbers by name, not {self.numbers!r}", hint='numbers={"num_layers": 32}')
         for name, value in self.numbers.items():
@@ -193,9 +193,9 @@ class Translation:
         return views
 
 
-def check_translation(given: object) -> None:
-    """Refuse what is no translation: ``translation="llama"`` lacks the convention."""
-    if given is not None and not isinstance(given, Translation):
+def check_translation(given: object, *, needed: bool = False) -> None:
+    """Refuse what is no translation: ``translation="llama"`` lacks the convention. None is one only where none is ``needed``."""
+    if not isinstance(given, Translation) and (needed or given is not None):
         hint = 'translation=ckpt.Translation(names="llama", convention="huggingface")'
         raise UsageError(f"translation= is a ckpt.Translation, not {given!r}", hint=hint)
 

@@ -250,6 +250,12 @@ def test_translations_that_cannot_be(options: dict[str, Any]) -> None:
         ckpt.Translation(**{"names": "llama", "convention": "megatron", **options})
 
 
+@pytest.mark.parametrize("translation", [None, "llama"])
+def test_another_name_takes_a_translation(translation: Any) -> None:
+    with pytest.raises(UsageError, match=r"translation= is a ckpt\.Translation"):
+        ckpt.translated(LLAMA, translation)
+
+
 @pytest.mark.parametrize(
     ("error", "options"),
     [

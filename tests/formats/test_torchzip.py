@@ -387,6 +387,7 @@ def test_archives_that_no_torch_writes(tmp_path):
         "called '/archive/x'": zipped({**good, "/archive/x": b"x"}),
         "not one that `torch.save`": zipped({**good, "other/x": b"x"}),
         "it has no data.pkl": zipped({"archive/x": b"x"}),
+        "a zip archive, but not one": b"PK\3\4" + zipped({}),
         "has no record": zipped({n: d for n, d in good.items() if n != "archive/data/0"}),
         "a record of": zipped({**good, "archive/data/0": b"x" * 10}),
         "little-endian": zipped({**good, "archive/byteorder": b"big"}),

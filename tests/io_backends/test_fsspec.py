@@ -67,6 +67,16 @@ def test_large_objects_go_through_a_temporary_file(tmp_path: Path, monkeypatch: 
     assert [p.name for p in (tmp_path / "root" / "d").iterdir()] == ["a"]
 
 
+def test_small_objects_need_no_directory_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._get_default_tempdir", lambda: os.stat(tmp_path / "none"))  # full, or all of it only to be read
+    backend = FsspecBackend(f"local://{tmp_path}/root")
+    put(backend, "a", b"small")
+    assert backend.read("a") == b"small"
+    with pytest.raises(StorageError, match="cannot make a temporary file"):
+        backend.create("b", IN_MEMORY + 1)
+
+
 def test_a_scheme_whose_package_is_missing_is_named() -> None:
     for url, word in (("gs://bucket/run", "pip install gcsfs"), ("az://bucket/run", "pip install adlfs")):
         with pytest.raises(UsageError, match=word):

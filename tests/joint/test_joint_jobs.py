@@ -22,9 +22,11 @@ import torch
 
 import ckpt
 from ckpt.errors import ConflictError, CorruptError, FormatError, StorageError, UsageError
+from ckpt.io_backends.registry import wrap_backends
 from ckpt.policies import Latest
 from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
+from ckpt.runs.tiers import Tiers
 from tests.api.checked import empty_directory
 from tests.failures.damage import change_record
 from tests.joint.campaign import WAYS
@@ -208,6 +210,30 @@ def test_a_checkpointer_of_its_own_saves_to_no_directory_of_a_member(root: str, 
             other.save(n, state)
             other.wait()
     assert [s.number for s in list_steps(f"{root}/judge")] == [2]
+
+
+@pytest.mark.parametrize("content", ['{"joints": [1, 2]}', "[1]", "none of ours", '{"format": "ckpt-joint", "version": 1}'])
+def test_a_joint_json_of_another_program_keeps_no_job_from_saving(tmp_path: Path, content: str) -> None:
+    (tmp_path / "joint.json").write_text(content)
+    with ckpt.Checkpointer(str(tmp_path / "arm")) as c:
+        c.save(1, {"w": torch.ones(3)}).result()
+    assert [s.number for s in list_steps(str(tmp_path / "arm"))] == [1]
+
+
+def test_whether_a_root_is_a_members_is_asked_until_it_answers(root: str) -> None:
+    with one_member(root) as c:
+        c.restore({"w": torch.ones(3)})
+
+    def silent(backend: Any) -> Any:
+        raise StorageError("no answer", where=backend.url)
+
+    tiers = Tiers(f"{root}/trainer", local=f"{root}-local")
+    with wrap_backends(silent):
+        for _ in range(2):
+            tiers.check_no_member()
+    assert tiers.steps() == []  # it answers
+    with pytest.raises(UsageError, match="only a member of the run of several jobs saves to its directory"):
+        tiers.check_no_member()
 
 
 def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none_from_it(root: str) -> None:

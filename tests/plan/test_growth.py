@@ -513,7 +513,7 @@ CONSTANT = {
     "modules whose operations are in the table, or are those of one rank on its own state": (
         *("live", "integrations", "monitors", "training"),
     ),
-    "names of another convention, computed for each tensor as in load": ("translated",),
+    "names of another convention, computed for each tensor as in load": ("translated", "Translation"),
     "a setting of this process": ("configure_storage",),
     "ends what goes on: the waits are those of the rows": ("Checkpointer.close", "Checkpointer.unpublished"),
     "asks one leader for as many rows as it keeps versions": ("Source.report", "ckpt live"),

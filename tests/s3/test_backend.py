@@ -275,7 +275,7 @@ def test_long_ranges_are_read_in_parallel(s3_url: str, monkeypatch: pytest.Monke
     assert backend.read("a", 20 * MIB) == data[20 * MIB :].tobytes()
 
 
-def test_unfinished_uploads(s3_url: str) -> None:
+def test_unfinished_uploads(s3_url: str, object_store: ObjectStore) -> None:
     backend = S3Backend(s3_url, part=5 * MIB)
     writers = {name: backend.create(name, 11 * MIB) for name in ("a/1", "a/2", "b/1", "b/2")}
     for writer in writers.values():
@@ -283,7 +283,8 @@ def test_unfinished_uploads(s3_url: str) -> None:
     writers["a/2"].abort()
     found = {u.path: u for u in backend.pending_uploads()}
     assert set(found) == {"a/1", "b/1", "b/2"}
-    assert all(abs(u.started - time.time()) < 120 for u in found.values())
+    if object_store.kind != "moto":  # to which all uploads began in 2010
+        assert all(abs(u.started - time.time()) < 120 for u in found.values())
     assert [u.path for u in backend.pending_uploads("b/")] == ["b/1", "b/2"]
     backend.abort_upload(found["a/1"])
     backend.abort_upload(found["a/1"])
