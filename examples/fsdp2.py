@@ -40,14 +40,14 @@ def built(device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 0.0) -> float:
-    """Train up to a step; gives the last loss of all ranks."""
+def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 0.0) -> float | None:
+    """Train up to a step; gives the last loss of all ranks, or None if the run is at that step already."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, optimizer = built(device)
     # Nothing says here how the tensors are cut: that is read from the DTensors which FSDP2 makes.
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "ranks": world}
 
-    mean = torch.zeros(())
+    last = None
     with ckpt.Checkpointer(run, save=EverySteps(every) | OnPreemption(), keep=Latest(2)) as c:
         start = c.restore(state)  # each rank reads only what it needs, whatever ranks have saved it
         if rank == 0 and start is not None:
@@ -60,14 +60,15 @@ def train(run: str, steps: int, every: int, device: str = "cpu", pause: float = 
             optimizer.step()
             optimizer.zero_grad()
             dist.all_reduce(mean := loss.detach() / world)
-            if c.step(step, state, metrics={"loss": mean.item()}) and rank == 0:
-                print(f"step {step}: loss {mean.item():.6f}, saving", flush=True)
+            last = mean.item()
+            if c.step(step, state, metrics={"loss": last}) and rank == 0:
+                print(f"step {step}: loss {last:.6f}, saving", flush=True)
             if c.preempted:  # on all ranks after the same step, whichever rank got the signal
                 if rank == 0:
                     print(f"stopping: step {step} is saved", flush=True)
                 break
             time.sleep(pause)
-    return mean.item()
+    return last
 
 
 def main() -> None:
@@ -84,7 +85,7 @@ def main() -> None:
     try:
         loss = train(arguments.run, arguments.steps, arguments.every, device, arguments.pause)
         if dist.get_rank() == 0:
-            print(f"last loss {loss:.6f}")
+            print(f"last loss {loss:.6f}" if loss is not None else f"no steps left: --steps is {arguments.steps}")
     finally:
         dist.destroy_process_group()
 

@@ -270,6 +270,7 @@ def test_weights_are_served_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFi
 def test_fsdp2_goes_on_on_another_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     whole = ranks.run(2, call, "fsdp2", "train", str(tmp_path / "whole"), 20, 10)[0]
     ranks.run(2, call, "fsdp2", "train", str(tmp_path / "parts"), 15, 10)
+    assert ranks.run(2, call, "fsdp2", "train", str(tmp_path / "parts"), 10, 10) == [None, None], "no step is left"
     assert ranks.run(3, call, "fsdp2", "train", str(tmp_path / "parts"), 20, 10)[0] == pytest.approx(whole, rel=1e-3)
     assert [(s.number, s.world_size) for s in ckpt.list_steps(str(tmp_path / "parts"))] == [(10, 2), (20, 3)]
 

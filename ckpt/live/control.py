@@ -242,7 +242,8 @@ class SinkSecret:
             raise AccessError(
                 "no secret is known for this source",
                 where=self._address,
-                hint="set CKPT_LIVE_SECRET (or secret=) to that of the source; it is found without only on its machine, while it runs",
+                hint="set CKPT_LIVE_SECRET (or secret=) to that of the source; while it runs, its own account finds on its machine "
+                "one that it made itself",
             )
         return secret
 

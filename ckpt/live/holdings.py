@@ -56,9 +56,6 @@ class Packable(Protocol):
     def pack(self, requests: RequestList, piece: int, out: memoryview) -> int:
         """Pack a piece that is ready."""
 
-    def boxes(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
-        """The bytes of each box of a piece that is ready."""
-
     def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
         """The bytes of a piece that is ready, as views that nothing changes before they are sent."""
 

@@ -69,11 +69,6 @@ class RelayedVersion:
                     raise CorruptError("a box that this relay has taken has changed since", hint="look at that machine's memory")
         return requests.places(piece)[1]
 
-    def boxes(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
-        """The boxes of a piece that is ready, in ``out``."""
-        self.pack(requests, piece, out)
-        return [out[start:stop] for _, start, stop in requests.spans(piece)]
-
     def views(self, requests: RequestList, piece: int, out: memoryview) -> list[memoryview]:
         """A piece that is ready, in ``out``: its own memory may be another version's before it is sent."""
         return [out[: self.pack(requests, piece, out)]]

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
 import secrets
 import threading
@@ -53,6 +54,8 @@ _SOON = 1.0
 """Seconds in which nobody can commit later steps and remove one for which a member has just put its mark."""
 _FIRST_POLL, _LAST_POLL = 0.05, 1.0
 """Seconds between two looks at an object that somebody else will write: it grows from the first to the last."""
+_QUIET = 10.0
+"""Seconds after which a restore warns of members that have not started."""
 
 
 class JointRun:
@@ -132,11 +135,16 @@ class JointRun:
         """Say that this member has loaded what was decided, and wait until all have. False: something else is decided now."""
         generation = self.check_present()
         end = time.monotonic() + self.timeout
+        warn_at = time.monotonic() + _QUIET
         seen: Generation | None = None
         for _ in _polls(end):
             data, seen = self._read()
             if seen is None or seen.id != generation.id or not seen.decided or seen.step != generation.step:
                 return False
+            absent = [name for name in self.members if name not in seen.joined]
+            if absent and time.monotonic() >= warn_at:
+                log.warning("%s: the restore waits for %s to start, for %g s in all", self.root, ", ".join(absent), self.timeout)
+                warn_at = math.inf
             states = {name: a.state for name, a in seen.joined.items()}
             mine = states.get(self.member)
             if mine == "joined":

@@ -444,12 +444,16 @@ def test_a_damaged_checkpoint_of_one_member_moves_all_to_the_step_before(root: s
         JointRun(root, "trainer", NAMES, 5).join()
 
 
-def test_a_restore_waits_for_all_and_a_member_that_died_in_it_does_not_count(root: str) -> None:
+def test_a_restore_waits_for_all_and_a_member_that_died_in_it_does_not_count(
+    root: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     runs = members(root, timeout=1)
     for run in runs[:2]:
         run.join()
+    monkeypatch.setattr("ckpt.runs.joint._QUIET", 0.1)
     with pytest.raises(ConflictError, match="rollouts did not load step None within 1 s"):
         runs[0].loaded()
+    assert f"{root}: the restore waits for rollouts to start, for 1 s in all" in caplog.messages
     dead = members(root, timeout=1)[2]
     dead.join()
     again = members(root)
