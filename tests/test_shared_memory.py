@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -82,9 +81,9 @@ def test_memory_of_another_ring_is_refused() -> None:
     try:
         for file, why in ((other.file, "another process"), (smaller.file, "another size"), (there, "no shared memory of ours")):
             with pytest.raises(OSError, match=why):
-                AttachedPool(replace(ours.announcement(), file=file))
+                AttachedPool(ours.announcement()._replace(file=file))
         with pytest.raises(FileNotFoundError):
-            AttachedPool(replace(ours.announcement(), file=9999))
+            AttachedPool(ours.announcement()._replace(file=9999))
         assert Announcement.unpack(ours.announcement().pack()) == ours.announcement()
     finally:
         for kept in (ours, other, smaller):

@@ -24,9 +24,9 @@ MOVED = 200_000
 
 
 @pytest.fixture(scope="module")
-def bed(server: None, tmp_path_factory: pytest.TempPathFactory) -> object:
+def bed(server: None, bed_directory: Path) -> object:
     """The names of hosts, and so the job's store, are on the slow network."""
-    with Bed([Host(name=f"h{i}", cards=(SLOW, FAST, NOWHERE), route="out0") for i in range(3)], tmp_path_factory.mktemp("bed")) as bed:
+    with Bed([Host(name=f"h{i}", cards=(SLOW, FAST, NOWHERE), route="out0") for i in range(3)], bed_directory) as bed:
         yield bed
 
 
