@@ -193,7 +193,7 @@ def test_a_killed_process_and_a_rerun_with_fewer(ranks: Ranks, tmp_path: Path) -
     first, second, died = ranks.run(3, run_and_die, free_ports(1)[0], command, 2, "15", allow_death=True)
     assert isinstance(died, Lost) and died.exitcode == -signal.SIGKILL
     assert (first[0].code, second[0].code) == (31, 31)
-    assert "nothing was heard of rank 2 for 15 s" in first[0].err and "error" not in second[0].err  # "waiting for the others", on a busy machine
+    assert "nothing was heard of rank 2 for 15 s" in first[0].err and "error" not in second[0].err  # it may say that it waits
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "made" / "data").iterdir()}
     durable = len(list((tmp_path / "made").glob("convert-*/0*")))
     assert 3 <= durable < TENSORS
