@@ -1,4 +1,4 @@
-"""``ckpt convert``, ``import`` and ``rebuild``: make checkpoints from other formats, or from what is left of a damaged one."""
+"""``ckpt convert``, ``import`` and ``rebuild``: make checkpoints from other formats and from damaged ones."""
 
 from __future__ import annotations
 

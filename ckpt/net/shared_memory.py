@@ -106,7 +106,7 @@ _HEADER = 64
 """Bytes of the token and of what aligns what follows: a generation for each slot, and a mark for each slot and reader."""
 _GENERATION = np.dtype(np.uint32)
 _NAME = "ckpt-pool"
-_ANNOUNCEMENT = struct.Struct(f"!IIIQI{TOKEN_BYTES}s")
+_ANNOUNCEMENT = struct.Struct(f"!IIIIQ{TOKEN_BYTES}s")
 ANNOUNCEMENT_BYTES = _ANNOUNCEMENT.size
 
 
@@ -120,12 +120,13 @@ class Announcement(NamedTuple):
     token: bytes
 
     def pack(self) -> bytes:
-        return _ANNOUNCEMENT.pack(self.pid, self.file, *self.shape, self.token)
+        slots, size, readers = self.shape
+        return _ANNOUNCEMENT.pack(self.pid, self.file, slots, readers, size, self.token)
 
     @classmethod
     def unpack(cls, data: bytes) -> Announcement:
-        pid, file, *shape, token = _ANNOUNCEMENT.unpack(data)
-        return cls(pid, file, (shape[0], shape[1], shape[2]), token)
+        pid, file, slots, readers, size, token = _ANNOUNCEMENT.unpack(data)
+        return cls(pid, file, (slots, size, readers), token)
 
 
 class BrokenPoolError(Exception):

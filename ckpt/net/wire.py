@@ -469,7 +469,7 @@ def _is_plain(hint: Any) -> bool:
 
 def kind_of(hint: Any) -> Kind:
     """The kind of what :func:`encoded` makes of a value of this type; that of ``Annotated[str, is_hex]`` is ``is_hex``."""
-    return _kind_of(hint)
+    return _kind_of(hint)  # a cached function takes no class whose instances have no hash, by mypy
 
 
 @cache
