@@ -478,8 +478,7 @@ class JointRun:
 
     def _marks(self, path: str) -> dict[str, Mark]:
         """By member; of several the one with the highest id."""
-        names = sorted(name for name in self._backend.list_dir(path) if name.count("-") == 3 and not name.startswith("."))
-        return {mark.member: mark for mark in map(Mark.of, names)}
+        return {mark.member: mark for mark in Mark.all_of(sorted(self._backend.list_dir(path)))}
 
     def _read(self) -> tuple[bytes | None, Generation | None]:
         self._backend.evict(GENERATION_PATH)
