@@ -12,6 +12,7 @@ from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, U
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
+from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.wire import check, decoded, encoded, kind_of
@@ -158,6 +159,19 @@ def joint_steps(backend: Backend, root: str) -> list[Step]:
     """As ``list_steps`` gives them, without a look into the directories of the members."""
     names = [name.rstrip("/") for name in backend.list_dir("") if name.endswith("/")]
     return in_order(read_steps(backend, root, [name for name in names if step_number(name) is not None]).values())
+
+
+def members_problem(backend: Backend, members: Mapping[str, MemberCheckpoint]) -> str | None:
+    """Why a joint step of the run of ``backend`` cannot be loaded, as far as the records of its members say. What another release wrote is
+    a FormatError."""
+    for name, checkpoint in members.items():
+        try:
+            id = committed_id(backend, f"{checkpoint.path}/")
+        except CorruptError as err:
+            return f"the checkpoint of {name} is damaged: {err.message}"
+        if id != checkpoint.id:
+            return f"the checkpoint of {name} is {'gone' if id is None else 'another one'}: {checkpoint.path}"
+    return None
 
 
 def check_no_member(run: str) -> None:
