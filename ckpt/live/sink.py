@@ -27,7 +27,7 @@ from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags
 from ckpt.state.tensors import torch_dtype
-from ckpt.state.walk import check_state
+from ckpt.state.torch_objects import check_state
 from ckpt.telemetry.progress import ProgressCallback, callback_of, reported
 from ckpt.telemetry.spans import Spans
 

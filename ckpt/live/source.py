@@ -32,9 +32,9 @@ from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
-from ckpt.state.walk import check_state
-from ckpt.telemetry.progress import ProgressCallback, Stall, callback_of, reported
-from ckpt.telemetry.spans import Spans
+from ckpt.state.torch_objects import check_state
+from ckpt.telemetry.progress import ProgressCallback, callback_of, reported
+from ckpt.telemetry.spans import Spans, Stall
 from ckpt.text import parse_json
 
 from .control import (

@@ -28,10 +28,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import xxhash
 
 from ckpt.concurrency import Pending, patience
 from ckpt.errors import DeadlineError, RankFailedError, error_to_json
@@ -39,7 +41,7 @@ from ckpt.telemetry.progress import RankSign, sign_interval
 from ckpt.text import parse_json
 
 from .broadcast_tree import PATIENCE
-from .channel import ControlChannel, NotSentError, Offers, Row, check_posted, error_of, failed_on, longest_pause, looks, parse_posted
+from .channel import ControlChannel, Row, check_posted, error_of, failed_on, longest_pause, looks, parse_posted
 from .liveness import FailureDetector, Members, silent
 
 R = TypeVar("R")
@@ -50,6 +52,118 @@ FIRST_SIGN = 1.0
 """Seconds of a call after which ranks say how far they are: most calls are over by then."""
 _DRAIN, _DRAIN_WITHOUT_DEAD = 2.0, 0.75
 """Seconds that a leader waits at the end of a call for ranks that may be dead, and where some are known to be."""
+
+
+# Bytes that the leader of a call may need, under their digests. They stay with the ranks, which tell their digests with their rows; the
+# leader asks for those that it does not know, each of one rank, all at once. What no other rank has, and the leader always needs, is left
+# in the store at once.
+#
+# Invariant: only the leader fetches what is offered, while it decides: all ranks then wait for its word, and give what it asks for.
+
+
+class NotSentError(Exception):
+    """Bytes are not there. ``positions``: the ranks that offered them."""
+
+    def __init__(self, positions: set[int]) -> None:
+        super().__init__()
+        self.positions = positions
+
+
+@dataclass(eq=False)
+class Offers:
+    """One rank's, in one call. ``channel`` is None for a single process."""
+
+    channel: ControlChannel | None
+    position: int
+    timeout: float
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """What this rank shared, left, or fetched."""
+    _shared: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    """Digests that the next row tells."""
+    _of_all: dict[int, Sequence[str]] = field(default_factory=dict)
+    """On the leader: digests by position."""
+    _latest: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """The same of the last rows alone."""
+
+    def share(self, data: bytes) -> str:
+        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
+        their digest."""
+        digest = xxhash.xxh3_128_hexdigest(data)
+        if digest not in self.blobs:
+            self.blobs[digest] = data
+            self._shared.append(digest)
+            self.new.append(digest)
+        return digest
+
+    def leave(self, data: bytes) -> str:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self.blobs[digest] = data
+        if self.channel is not None:
+            self.channel.give(digest, data)
+        return digest
+
+    def hear(self, digests_of: Mapping[int, Sequence[str]]) -> None:
+        """Leader: the digests that came with the rows, by position."""
+        self._latest = digests_of
+        self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in digests_of.items()}
+
+    def give(self, asks: Iterable[tuple[int, int, Sequence[int]]], channel: ControlChannel) -> None:
+        """Leave in the store what the leader asks this rank for."""
+        for digest in asked_of(asks, self.position, self._shared):
+            channel.give(digest, self.blobs[digest])
+
+    def lacking(self, digests: Iterable[str]) -> list[str]:
+        """Those, each once, whose bytes are not here."""
+        return [digest for digest in dict.fromkeys(digests) if digest not in self.blobs]
+
+    def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
+        """Have these bytes here. ``alive`` is called while they do not come."""
+        lacking = dict.fromkeys(self.lacking(digests))
+        if not lacking:
+            return
+        if self.channel is None:
+            raise NotSentError(set())
+        if self.channel.said:  # who asks a second time would ask for one after another
+            lacking |= {digest: None for offered in self._latest.values() for digest in offered if digest not in self.blobs}
+        wanted: dict[str, int] = {}
+        for position, offered in self._of_all.items():
+            for digest in offered:
+                if digest in lacking:
+                    wanted.setdefault(digest, position)
+        if wanted:
+            self.channel.say(json.dumps({"asks": whom_to_ask(wanted, self._of_all)}).encode())
+        end = time.monotonic() + self.timeout
+        for _ in looks(1):
+            if self.channel.given(lacking):
+                break
+            alive()
+            if not wanted or time.monotonic() >= end:
+                raise NotSentError({wanted[d] for d in lacking if d in wanted and not self.channel.given([d])})
+        self.blobs.update(zip(lacking, self.channel.blobs(lacking), strict=True))
+
+
+def whom_to_ask(wanted: Mapping[str, int], offers: Mapping[int, Sequence[str]]) -> list[list[Any]]:
+    """The leader's word that asks for bytes: ``wanted`` has a position for each digest, ``offers`` the digests of each position.
+
+    All ranks read it, so it names no digests but their places among the offers of a rank, once for neighbours that are asked for the same
+    places: rows of the first position, how many there are, and the places."""
+    places: dict[int, list[int]] = {}
+    for digest, position in wanted.items():
+        places.setdefault(position, []).append(offers[position].index(digest))
+    rows: list[list[Any]] = []
+    for position in sorted(places):
+        asked = sorted(places[position])
+        if rows and (rows[-1][0] + rows[-1][1], rows[-1][2]) == (position, asked):
+            rows[-1][1] += 1
+        else:
+            rows.append([position, 1, asked])
+    return rows
+
+
+def asked_of(word: Iterable[tuple[int, int, Sequence[int]]], position: int, offers: Sequence[str]) -> list[str]:
+    """What the rank at ``position`` is asked for."""
+    return [offers[place] for first, count, places in word if first <= position < first + count for place in places]
 
 
 @dataclass(eq=False)
@@ -179,7 +293,8 @@ class Call:
         return word["found"]
 
     def _message(self, row: Row) -> bytes:
-        return json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": self._offers.new_digests()}).encode()
+        new, self._offers.new = self._offers.new, []
+        return json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": new}).encode()
 
     def _all_are_here(self) -> None:
         """Every rank has come to this call."""
@@ -306,13 +421,13 @@ class Call:
     def fetch(self, digest: str) -> bytes:
         """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank."""
         self.fetch_all([digest])
-        return self._offers.get(digest)
+        return self._offers.blobs[digest]
 
     def fetch_all(self, digests: Iterable[str]) -> None:
         """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it. Where no rank hands it on, from the store."""
         lacking = self._offers.lacking(digests)
         if self.group.tree is not None and not self.is_leader:
-            self._offers.keep(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
+            self._offers.blobs.update(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
         with self._channel():
             self._offers.fetch(lacking, self.check_departed)
 
@@ -406,3 +521,23 @@ class Call:
     def _slice(self) -> float:
         """Seconds after which a rank that waits looks for signs of life."""
         return min(self.timeout / 8, max(1.0, self.group.size / 1024))
+
+
+# The rows of all ranks, of which many are equal.
+
+
+def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
+    """Digest and ranks, for each different digest."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        ranks_of.setdefault(row[key], []).append(rank)
+    return list(ranks_of.items())
+
+
+def grouped_parts(rows: Mapping[int, Row]) -> dict[str, list[int]]:
+    """The ranks by digest, for each different part of the ranks' tables."""
+    ranks_of: dict[str, list[int]] = {}
+    for digests, ranks in grouped(rows, "table"):
+        for digest in digests.split():
+            ranks_of.setdefault(digest, []).extend(ranks)
+    return ranks_of

@@ -26,13 +26,14 @@ from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, CoverageError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import Branches
+from ckpt.net.call import grouped
 from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
-from ckpt.plan.tables import grouped, ranks_text
+from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
 from ckpt.settings import check_positive
-from ckpt.state.walk import check_state, plain_parameters
+from ckpt.state.torch_objects import check_state, plain_parameters
 from ckpt.telemetry.progress import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
