@@ -81,9 +81,9 @@ class Offers:
     _shared: list[str] = field(default_factory=list)
     new: list[str] = field(default_factory=list)
     """Digests that the next row tells."""
-    _of_all: dict[int, Sequence[str]] = field(default_factory=dict)
+    of_all: dict[int, Sequence[str]] = field(default_factory=dict)
     """On the leader: digests by position."""
-    _latest: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    latest: Mapping[int, Sequence[str]] = field(default_factory=dict)
     """The same of the last rows alone."""
 
     def share(self, data: bytes) -> str:
@@ -103,36 +103,27 @@ class Offers:
             self.channel.give(digest, data)
         return digest
 
-    def hear(self, digests_of: Mapping[int, Sequence[str]]) -> None:
-        """Leader: the digests that came with the rows, by position."""
-        self._latest = digests_of
-        self._of_all = {position: [*self._of_all.get(position, ()), *digests] for position, digests in digests_of.items()}
-
     def give(self, asks: Iterable[tuple[int, int, Sequence[int]]], channel: ControlChannel) -> None:
         """Leave in the store what the leader asks this rank for."""
         for digest in asked_of(asks, self.position, self._shared):
             channel.give(digest, self.blobs[digest])
 
-    def lacking(self, digests: Iterable[str]) -> list[str]:
-        """Those, each once, whose bytes are not here."""
-        return [digest for digest in dict.fromkeys(digests) if digest not in self.blobs]
-
     def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
-        """Have these bytes here. ``alive`` is called while they do not come."""
-        lacking = dict.fromkeys(self.lacking(digests))
+        """Have bytes here that are not. ``alive`` is called while they do not come."""
+        lacking = {digest: None for digest in digests if digest not in self.blobs}
         if not lacking:
             return
         if self.channel is None:
             raise NotSentError(set())
         if self.channel.said:  # who asks a second time would ask for one after another
-            lacking |= {digest: None for offered in self._latest.values() for digest in offered if digest not in self.blobs}
+            lacking |= {digest: None for offered in self.latest.values() for digest in offered if digest not in self.blobs}
         wanted: dict[str, int] = {}
-        for position, offered in self._of_all.items():
+        for position, offered in self.of_all.items():
             for digest in offered:
                 if digest in lacking:
                     wanted.setdefault(digest, position)
         if wanted:
-            self.channel.say(json.dumps({"asks": whom_to_ask(wanted, self._of_all)}).encode())
+            self.channel.say(json.dumps({"asks": whom_to_ask(wanted, self.of_all)}).encode())
         end = time.monotonic() + self.timeout
         for _ in looks(1):
             if self.channel.given(lacking):
@@ -204,6 +195,7 @@ class Call:
         self._own_channel: Any = channel  # which is None only where nobody asks for it
         self._offers = Offers(channel, position, self.timeout)
         self.share = self._offers.share
+        self._slice = min(self.timeout / 8, max(1.0, group.size / 1024))  # seconds after which a rank that waits looks for signs of life
 
     @property
     def phase_name(self) -> str:
@@ -271,7 +263,8 @@ class Call:
         with self._channel() as channel:
             channel.say(word)
         self._decided = True
-        self._all_are_here()
+        if not self.overlaps:  # else ranks may not have left the calls before it, whose keys then have to stay
+            self.group.keys.settled(self.number)
         return decision
 
     def follow(self, row: Row) -> Any:
@@ -289,18 +282,13 @@ class Call:
         if "error" in word:
             raise error_of(self.kind, self._phase, word)
         self._decided = True
-        self._all_are_here()
+        if not self.overlaps:  # else ranks may not have left the calls before it, whose keys then have to stay
+            self.group.keys.settled(self.number)
         return word["found"]
 
     def _message(self, row: Row) -> bytes:
         new, self._offers.new = self._offers.new, []
         return json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": new}).encode()
-
-    def _all_are_here(self) -> None:
-        """Every rank has come to this call."""
-        # Where none overlaps another, all have left those before it, whose keys may go.
-        if not self.overlaps:
-            self.group.keys.settled(self.number)
 
     # ---- signs of life
 
@@ -425,7 +413,9 @@ class Call:
 
     def fetch_all(self, digests: Iterable[str]) -> None:
         """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it. Where no rank hands it on, from the store."""
-        lacking = self._offers.lacking(digests)
+        lacking = [digest for digest in dict.fromkeys(digests) if digest not in self._offers.blobs]
+        if not lacking:
+            return
         if self.group.tree is not None and not self.is_leader:
             self._offers.blobs.update(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
         with self._channel():
@@ -486,7 +476,7 @@ class Call:
 
     def _gather(self, channel: ControlChannel) -> dict[int, Row]:
         """The rows of all ranks, in their order."""
-        ranks, end = self.group.ranks, time.monotonic() + self._slice()
+        ranks, end = self.group.ranks, time.monotonic() + self._slice
         detector = FailureDetector(self.kind, self.url, self.timeout, ranks, channel.beats)
         here: list[int] = []
         for _ in looks(self.group.size // 16):
@@ -497,16 +487,18 @@ class Call:
             if time.monotonic() >= end:
                 self.heartbeat()
                 detector.check(set(range(len(ranks))).difference(here), self._phase)
-                end = time.monotonic() + self._slice()
+                end = time.monotonic() + self._slice
         posted = parse_posted(channel.rows(here))
         check_posted({ranks[position]: row for position, row in posted.items()}, self.kind, self.url, self._phase)
-        self._offers.hear({position: row["offers"] for position, row in posted.items()})
+        offers = self._offers
+        offers.latest = {position: row["offers"] for position, row in posted.items()}
+        offers.of_all = {position: [*offers.of_all.get(position, ()), *digests] for position, digests in offers.latest.items()}
         return {ranks[position]: row["row"] for position, row in posted.items()}
 
     def _await_word(self, channel: ControlChannel) -> Row:
         detector, end = (
             FailureDetector(self.kind, self.url, self.timeout, self.group.ranks, channel.beats),
-            time.monotonic() + self._slice(),
+            time.monotonic() + self._slice,
         )
         moments = looks(self.group.size)
         next(moments)
@@ -514,13 +506,9 @@ class Call:
             self.check_departed()
             if time.monotonic() >= end:
                 detector.check([0], self._phase)
-                end = time.monotonic() + self._slice()
+                end = time.monotonic() + self._slice
             next(moments)
         return word
-
-    def _slice(self) -> float:
-        """Seconds after which a rank that waits looks for signs of life."""
-        return min(self.timeout / 8, max(1.0, self.group.size / 1024))
 
 
 # The rows of all ranks, of which many are equal.

@@ -73,7 +73,7 @@ def observe(name: str, value: object) -> None:
 
 def attend() -> Witness | None:
     """What notes the steps of this process; None if nobody asked."""
-    folder = settings.text("CKPT_PROVE")
+    folder = settings.variable("CKPT_PROVE") or None
     return None if folder is None else _witness(folder)
 
 
