@@ -88,10 +88,10 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
         from ckpt.formats.native.paths import is_reference
 
         shared = sum(is_reference(file.path) for file in catalog.files)
-        yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(catalog.files) - shared, 'data file')}"
+        yield "files", f"{units.plural(len(catalog.files) - shared, 'data file')}, {units.size(fields['stored_bytes'])}"
         if shared:
             owners = ", ".join(fields["shared_with"])
-            yield "shared", f"{units.size(fields['shared_bytes'])} in {units.plural(shared, 'data file')} of {owners}"
+            yield "shared", f"{units.plural(shared, 'data file')} of {owners}, {units.size(fields['shared_bytes'])}"
     if fields["codec"] is not None:
         yield "codec", fields["codec"]
     if record is not None and record.metrics:

@@ -112,7 +112,7 @@ def _print_forecast(forecast: MeshForecast, output: Output, world: int) -> None:
     ranks = forecast.ranks
     read = units.size(sum(one.bytes_read for one in ranks))
     output.line(f"{len(ranks)} of {units.plural(world, 'rank')}: {read} in {units.plural(sum(one.requests for one in ranks), 'request')}")
-    output.line(f"about {units.duration(forecast.seconds)} on the slowest ({forecast.estimated_from})")
+    output.line(f"about {_time(forecast.seconds)} on the slowest ({forecast.estimated_from})")
     if forecast.replicated:
         names = ", ".join(forecast.replicated[:3]) + (", …" if len(forecast.replicated) > 3 else "")
         output.talk(f"note: no rule of tp cuts {units.plural(len(forecast.replicated), 'tensor')}, such as {names}: --cut GLOB=DIM does")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt.runs.step_listing import Step
 
 
-_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
+_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">BYTES", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -34,8 +34,8 @@ def ls(root: str, *, output: Output) -> None:
     """List the checkpoints of the run at ROOT, the newest step last.
 
     ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed
-    with the reason, checkpoints of other formats with the name of the format. ON DISK is the size of all files of a checkpoint, SHARED that
-    of data files of other checkpoints that it refers to; TENSORS is the size of its tensors before compression. -q prints only the URLs of
+    with the reason, checkpoints of other formats with the name of the format. BYTES is the size of the tensors before compression, ON DISK
+    that of all files of the checkpoint, SHARED that of data files of other checkpoints that it refers to. -q prints only the URLs of
     checkpoints that can be loaded.
 
     \b

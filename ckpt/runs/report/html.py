@@ -174,7 +174,7 @@ def _tiles(detail: Detail, report: Report) -> Markup:
     tiles = [
         ("durable after", f"{brief(save.seconds)} s", "the slowest rank's wall time"),
         ("training blocked", _blocked(save), where),
-        ("tensors", units.size(record.tensor_bytes), units.plural(sum(kind.tensors for kind in detail.kinds), "tensor")),
+        ("size", units.size(record.tensor_bytes), units.plural(sum(kind.tensors for kind in detail.kinds), "tensor")),
         ("rate", f"{units.size(_rate(detail.saved))}/s", "all ranks together"),
         ("ranks", f"{record.world_size:,}", f"{units.size(record.tensor_bytes / max(record.world_size, 1))} each"),
         ("stragglers", f"{len(save.stragglers):,}", "ranks above 1.5 × the median" if save.stragglers else "no rank holds the others up"),
@@ -231,7 +231,7 @@ def _over_runs(report: Report) -> Iterator[Markup]:
             "failed saves": f"{len(run.failed):,}",
             "saves with stragglers": f"{sum(bool(save.stragglers) for save in saves):,}",
             "ranks, newest": f"{newest.world_size:,}",
-            "tensors, newest": units.size(newest.tensor_bytes),
+            "size, newest": units.size(newest.tensor_bytes),
             "rate, median": f"{units.size(median(map(_rate, run.known)))}/s",
         }
         for name, seconds in (("durable after", [save.seconds for save in saves]), ("training blocked", blocked)):
@@ -264,7 +264,7 @@ def _panels(series: Sequence[Series], names: Sequence[str], anchors: Mapping[str
                 "durable": (save.seconds, f"durable after {brief(save.seconds)} s"),
                 "blocked": (save.blocked, f"blocked {_blocked(save)}"),
                 "rate": (_rate(saved), f"{units.size(_rate(saved))}/s"),
-                "tensors": (float(record.tensor_bytes), units.size(record.tensor_bytes)),
+                "size": (float(record.tensor_bytes), units.size(record.tensor_bytes)),
                 "stragglers": (float(len(save.stragglers)), units.plural(len(save.stragglers), "straggler")),
             }[figure]
             drawn.append(Point(x=x, y=y, label=f"{name}{_name(saved)}: {shown}", target=anchors.get(saved.url)))
@@ -286,7 +286,7 @@ def _panels(series: Sequence[Series], names: Sequence[str], anchors: Mapping[str
     panels = [
         *[charts.series(title, lines(*title.split(", ")), lambda y: f"{brief(y)} s", axis) for title in seconds],
         charts.series("rate", lines("rate"), lambda y: f"{units.size(y)}/s", axis),
-        charts.series("tensors", lines("tensors"), units.size, axis),
+        charts.series("size", lines("size"), units.size, axis),
         charts.series("stragglers", lines("stragglers"), lambda y: f"{y:,.0f}", axis),
     ]
     return tag("div", *panels, class_="panels")
