@@ -161,8 +161,9 @@ class Checkpointer:
         self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
-            if self._tiers.uploader is not None:
-                self._tiers.uploader.check = self._joint.check_not_restarted
+        if self._tiers.uploader is not None:
+            alone = partial(self._tiers.later.check_no_member, asked=True)
+            self._tiers.uploader.check = alone if self._joint is None else self._joint.check_not_restarted
         leads = self._group.rank == self._group.leader
         self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
         self._patience = self._timeout if publish_timeout is None else publish_timeout

@@ -33,7 +33,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.plan.layout.geometry import Cuts
 from ckpt.plan.values import StatePart
-from ckpt.text import parse_json
+from ckpt.text import number_of, parse_json
 
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
@@ -353,7 +353,7 @@ class _GridTable:
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:
     try:
         document = parse_json(data, finite=True)
-        ranks: dict[int, Mapping[str, Any]] = {int(r): dict(v) for r, v in document["ranks"].items()}
+        ranks: dict[int, Mapping[str, Any]] = {number_of(r): dict(v) for r, v in document["ranks"].items()}
         problem = _state_problem(document["state"], ranks)
     except MemoryError as err:
         raise too_little_memory(len(data), where) from err
