@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -78,8 +79,8 @@ def _sections(report: Report) -> Iterator[Markup]:
     elif detail is not None:
         yield _tiles(detail, report)
         save = detail.save
-        verdict = tag("p", f"{save.verdict[0].upper()}{save.verdict[1:]}.", class_="big")
-        items = [tag("li", tag("b", advice.what), " ", tag("span", advice.why)) for advice in detail.advice]
+        verdict = tag("p", _unbroken(f"{save.verdict[0].upper()}{save.verdict[1:]}."), class_="big")
+        items = [tag("li", tag("b", _unbroken(advice.what)), " ", tag("span", _unbroken(advice.why))) for advice in detail.advice]
         rest = tag("ul", *items, class_="advice") if items else tag("p", "Nothing stands out that would be worth changing.", class_="about")
         yield _section("What to do", verdict, rest)
     else:
@@ -149,6 +150,11 @@ def _moment(at: float) -> str:
 def _section(title: str, *parts: str | Markup, about: str = "") -> Markup:
     heads = [tag("h2", title)] if title else []
     return tag("section", *heads, *([tag("p", about, class_="about")] if about else []), *parts)
+
+
+def _unbroken(text: str) -> str:
+    """A line ends between words, not between a figure and its unit."""
+    return re.sub(r"(?<=\d) (?=(?:s|[KMGT]iB|[×%])\W)", "\u00a0", text)
 
 
 def _subtitle(report: Report) -> Markup:
@@ -346,7 +352,7 @@ def _phases(saved: SavedSpans) -> Markup:
     assert save is not None
     verdict = f"Durable after {brief(save.seconds)} s, training blocked {_blocked(save)}: {save.verdict}."
     about = "The bar is the slowest rank, the mark the median rank. Threads that work at once count each: phases do not add up to the save."
-    return _section(f"Phases of {_name(saved)}", tag("p", verdict), charts.phase_rows(save), about=about)
+    return _section(f"Phases of {_name(saved)}", tag("p", _unbroken(verdict)), charts.phase_rows(save), about=about)
 
 
 def _of_one(detail: Detail, anchor: str) -> Iterator[Markup]:
