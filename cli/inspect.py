@@ -163,7 +163,7 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Levels of the tree. [default: as many as fit 40 lines]")
 @options
 def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, output: Output) -> None:
-    """Show what the checkpoint at URL is and its tensors, as a tree with sizes. Reads the index only, no tensor data.
+    """Describe the checkpoint at URL, and show its tensors as a tree with sizes. Only the index is read.
 
     With GLOB, show each tensor whose name matches; * matches dots too. With --state, GLOB selects paths of values; with --files, the
     data files that contain the tensors. -q prints bare names.
