@@ -58,16 +58,6 @@ def check_size(size: int, where: str) -> None:
         raise UsageError(f"cannot create an object of {size} bytes", where=where, hint="a size is not negative")
 
 
-def check_write(offset: int, length: int, size: int, where: str) -> None:
-    """Check that ``[offset, offset + length)`` lies in an object of ``size`` bytes; raises UsageError if not."""
-    if offset < 0 or offset + length > size:
-        raise UsageError(
-            f"bytes [{offset}, {offset + length}) do not lie in an object of {size} bytes",
-            where=where,
-            hint="create it with its final size",
-        )
-
-
 def past_end(where: str, offset: int, length: int, size: int) -> CorruptError:
     """The error for a read beyond the end of an object of ``size`` bytes."""
     return CorruptError(
@@ -127,18 +117,14 @@ class Retries(NamedTuple):
     again: int = 0
     throttled: int = 0
 
-    def since(self, before: Retries) -> Retries:
-        """What has come since ``before``."""
-        return Retries(self.again - before.again, self.throttled - before.throttled)
-
 
 _lock = threading.Lock()
-_total = Retries()
+_NONE = _total = Retries()
 
 
-def total() -> Retries:
-    """Since the process began."""
-    return _total
+def total(before: Retries = _NONE) -> Retries:
+    """Since the process began, or since ``before``."""
+    return Retries(_total.again - before.again, _total.throttled - before.throttled)
 
 
 def count(*, throttled: bool) -> None:

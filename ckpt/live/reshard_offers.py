@@ -30,7 +30,7 @@ from ckpt.engine.load.fill import LoadJob
 from ckpt.engine.save.capture import sample_of
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
-from ckpt.net.call import Call
+from ckpt.net.call import Call, grouped, grouped_parts
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
@@ -40,7 +40,7 @@ from ckpt.plan import machines, tree
 from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, assign, replicated_chunks
-from ckpt.plan.tables import Table, grouped, grouped_parts, join_tables, split_tables, tables_from_bytes, tables_to_bytes
+from ckpt.plan.tables import Table, join_tables, split_tables, tables_from_bytes, tables_to_bytes
 from ckpt.plan.values import join_values
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache

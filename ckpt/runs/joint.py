@@ -35,7 +35,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
-from ckpt.formats.native.commit import COMMIT_PATH, JOINT, WRITER, CommitRecord, MemberCheckpoint, new_id, now, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, JOINT, CommitRecord, MemberCheckpoint, new_id, read_record
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import KeepPolicy, retention
@@ -375,8 +375,6 @@ class JointRun:
     def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
         return CommitRecord(
             id=new_id(generation.id, *(mark.id for mark in marks.values())),
-            created=now(),
-            writer=WRITER,
             world_size=sum(mark.ranks for mark in marks.values()),
             features=(JOINT,),
             index={},
