@@ -39,7 +39,7 @@ def run_guide(guide: Path) -> int:
     """Run the blocks of a page in the working directory: Python, and the lines of shell blocks that call ``ckpt``. How many there were."""
     names: dict[str, object] = {}
     blocks = re.findall(r"^```(python|sh)\n(.*?)^```", guide.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    Path("train.py").write_text(next(block for language, block in blocks if language == "python"))  # so the page names its first block
+    Path("train.py").write_text(next((b for language, b in blocks if language == "python"), ""))  # the name of a first block
     for language, block in blocks:
         if language == "python":
             exec(compile(block, str(guide), "exec"), names)
