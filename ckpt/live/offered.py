@@ -26,6 +26,7 @@ from ckpt.text import parse_json
 from .control import ControlClient, SinkSecret, split_address
 from .holdings import VERSION, Manifest, Version, digest_of_blob
 from .relay import RelayHolders, RelayOffer
+from .segment_reader import SharedChecks
 
 # What the leader of a sink asks the leader of the source, and tells it.
 
@@ -205,10 +206,19 @@ class OfferedVersion:
     holders: Mapping[int, Row]
     relays: RelayHolders
     kept: Set[str]
+    checks: Sequence[str]
+    """Where the ranks of the sink share what they have checked (``SharedChecks``)."""
 
 
 def find_newest(
-    call: Call, source: SourceConnection, known: Mapping[str, bytes], newer_than: Version | None, end: float, *, base: str | None
+    call: Call,
+    source: SourceConnection,
+    known: Mapping[str, bytes],
+    newer_than: Version | None,
+    end: float,
+    *,
+    base: str | None,
+    checks: SharedChecks,
 ) -> OfferedVersion:
     """The newest version; collective. ``known``: what the last version that all ranks have taken refers to. ``end``, ``base``: as for
     ``SourceConnection.newest``."""
@@ -216,15 +226,16 @@ def find_newest(
     with call.phase("find"):
         if call.is_leader:
             answer, data, new = _ask(source, known, newer_than, end, base, call.check_failures)
-            holders = {"source": answer["holders"], "relays": answer["relays"], "kept": answer["kept"]}
+            manifest = Manifest.from_bytes(data)
+            shared = checks.begin(manifest) if call.group.size > 1 and settings.live_local() else []
+            holders = {"source": answer["holders"], "relays": answer["relays"], "kept": answer["kept"], "checks": shared}
 
             def hand_on(rows: dict[int, Row]) -> Row:
                 if any(each["after"] != row["after"] for each in rows.values()):
                     raise UsageError("the ranks of the sink take versions newer than different ones", hint="give the same newer_than=")
                 # A rank that lost the others at the end of the last take has what came before: then all get everything.
                 alike = all(each["blobs"] == row["blobs"] for each in rows.values())
-                needed = Manifest.from_bytes(data).blobs()
-                handed: Sequence[bytes] = [*new.values()] if alike else [new[d] if d in new else known[d] for d in needed]
+                handed: Sequence[bytes] = [*new.values()] if alike else [new[d] if d in new else known[d] for d in manifest.blobs()]
                 return {
                     "manifest": call.leave(data),
                     "blobs": [call.leave(blob) for blob in handed],
@@ -273,4 +284,5 @@ def _version_of(data: bytes, blobs: Mapping[str, bytes], holders: Row, where: st
         holders=by_rank,
         relays=RelayHolders(ranks=by_rank, offers=[decoded(RelayOffer, row) for row in holders["relays"]]),
         kept=frozenset(holders["kept"]),
+        checks=holders["checks"],
     )

@@ -337,14 +337,29 @@ class SegmentLayout:
         return [box for boxes in self.boxes.values() for box in boxes]
 
 
-class BlockCheck:
-    """Compares the blocks of a segment with their digests, each once; of one reader's pass."""
+class CheckedBlocks(NamedTuple):
+    """Which blocks of a segment one of several readers has compared with their digests: none of them compares it again. An entry is the
+    digest, mixed with the ``key`` of their common pass, so that neither damage nor what is left of an earlier pass is taken for one."""
 
-    def __init__(self, data: Bytes, digests: Digests, layout: SegmentLayout, where: str) -> None:
+    entries: Digests
+    key: int
+
+    def has(self, number: int, digest: int) -> bool:
+        return int(self.entries[number]) == digest ^ self.key
+
+    def add(self, number: int, digest: int) -> None:
+        self.entries[number] = digest ^ self.key
+
+
+class BlockCheck:
+    """Compares the blocks of a segment with their digests, each once; of one reader's pass, or of those that share what is ``checked``."""
+
+    def __init__(self, data: Bytes, digests: Digests, layout: SegmentLayout, where: str, checked: CheckedBlocks | None = None) -> None:
         self._data = data
         self._digests = digests
         self._layout = layout
         self._where = where
+        self._checked = checked
         self._right = np.zeros(len(digests), dtype=bool)
 
     def box(self, name: str, wanted: Box) -> None:
@@ -357,15 +372,20 @@ class BlockCheck:
     def range(self, start: int, stop: int, name: str) -> None:
         """Check bytes from ``start`` to ``stop``, in which tensor ``name`` lies."""
         for number in range(start // BLOCK, -(-stop // BLOCK)):
-            if not self._right[number]:
-                if xxhash.xxh3_64_intdigest(self._data[number * BLOCK : (number + 1) * BLOCK].data) != self._digests[number]:
+            if self._right[number]:
+                continue
+            digest = int(self._digests[number])
+            if self._checked is None or not self._checked.has(number, digest):
+                if xxhash.xxh3_64_intdigest(self._data[number * BLOCK : (number + 1) * BLOCK].data) != digest:
                     raise CorruptError(
                         f"tensor {name}: bytes {number * BLOCK} to {min((number + 1) * BLOCK, len(self._data))} of the published memory "
                         "have changed since they were published",
                         where=self._where,
                         hint="look at that machine's memory; take the next version",
                     )
-                self._right[number] = True
+                if self._checked is not None:
+                    self._checked.add(number, digest)
+            self._right[number] = True
 
 
 class PublishedSegment:

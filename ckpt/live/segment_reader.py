@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from ckpt.concurrency import run_tasks, when_dropped
 from ckpt.engine.load.whole_chunks import Stored, copy_box
 from ckpt.errors import CorruptError, FormatError, NotFoundError
 from ckpt.net.channel import Row
-from ckpt.net.shared_memory import end_lease, is_ours, populate, try_lease
+from ckpt.net.shared_memory import Announcement, AttachedPool, SlotPool, end_lease, is_ours, populate, try_lease
 from ckpt.plan.layout.geometry import Box
 from ckpt.telemetry.spans import Spans
 
@@ -41,6 +42,7 @@ from .segment import (
     TOKEN_BYTES,
     BlockCheck,
     Bytes,
+    CheckedBlocks,
     Digests,
     SegmentAddress,
     SegmentBox,
@@ -208,8 +210,58 @@ def _gone(path: str) -> NotFoundError:
 
 log = logging.getLogger("ckpt")
 
-_STRETCH = 64 * BLOCK
+_STRETCH = 16 * BLOCK
 """Bytes that are compared between two signs of life."""
+
+
+class SharedChecks:
+    """Where the ranks of a sink note which blocks of the source's segments they have compared, so that those of one machine share the
+    work. It is the leader's memory; ranks of other machines cannot open it, and compare all that they take."""
+
+    def __init__(self) -> None:
+        self._pool: SlotPool | None = None
+        self._opened: tuple[str, AttachedPool] | None = None
+
+    def begin(self, manifest: Manifest) -> list[str]:
+        """Leader: what all ranks of one take are told of it. Empty if there is no memory for it."""
+        size = 8 * sum(_blocks(manifest).values())
+        if self._pool is None or self._pool.shape[1] != size:
+            self.close()
+            try:
+                self._pool = SlotPool(1, size, 1, shared=True, timeout=0)
+            except (AttributeError, OSError):
+                return []
+        return [self._pool.announcement().pack().hex(), secrets.token_hex(8)]
+
+    def open(self, manifest: Manifest, told: Sequence[str]) -> dict[int, CheckedBlocks]:
+        """What is checked of the segment of each rank of the source; nothing where it cannot be shared."""
+        if not told:
+            return {}
+        where, key = told
+        if self._opened is None or self._opened[0] != where:
+            self._opened = None
+            try:
+                self._opened = where, AttachedPool(Announcement.unpack(bytes.fromhex(where)))
+            except OSError:
+                return {}
+        entries, checked, at = self._opened[1].data(0).view("<u8"), {}, 0
+        for rank, count in _blocks(manifest).items():
+            checked[rank] = CheckedBlocks(entries[at : at + count], int(key, 16))
+            at += count
+        if at != len(entries):
+            raise FormatError(f"the ranks of the sink share checks of {len(entries)} blocks, where the source has {at}")
+        return checked
+
+    def close(self) -> None:
+        self._opened = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _blocks(manifest: Manifest) -> dict[int, int]:
+    """How many blocks the segment of each rank has."""
+    return {rank: -(-manifest.segments[rank][0] // BLOCK) for rank in sorted(manifest.segments)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -259,14 +311,9 @@ class LocalHolder:
     layout: SegmentLayout
     share: SegmentShare
 
-    def check(self, alive: Callable[[], None]) -> None:
-        """Compare all that is taken with its digests."""
-        check = BlockCheck(self.segment.data, self.segment.digests, self.layout, f"rank {self.rank} of the source")
-        for start, stop, name in self.share.spans:
-            self.segment.populate(start, stop)
-            for at in range(start, stop, _STRETCH):
-                alive()
-                check.range(at, min(at + _STRETCH, stop), name)
+    def stretches(self) -> list[tuple[int, int, str]]:
+        """What is taken, in parts that are compared between two signs of life: as ``SegmentShare.spans``."""
+        return [(at, min(at + _STRETCH, stop), name) for start, stop, name in self.share.spans for at in range(start, stop, _STRETCH)]
 
     def copy(self, plan: FillPlan, copied: Callable[[int], None]) -> None:
         """Copy what is taken to where it belongs; ``copied`` gets the bytes of each box."""
@@ -301,23 +348,37 @@ def open_local(
 
 
 def check_local(
-    mapped: Mapping[int, LocalHolder], threads: int, alive: Callable[[], None], spans: Spans
+    mapped: Mapping[int, LocalHolder],
+    checked: Mapping[int, CheckedBlocks],
+    turn: float,
+    threads: int,
+    alive: Callable[[], None],
+    spans: Spans,
 ) -> tuple[dict[int, LocalHolder], list[CorruptError]]:
-    """Compare all that is taken from mapped segments with its digests; those that are right, and what is wrong with the others."""
-    right: dict[int, LocalHolder] = {}
-    wrong: list[CorruptError] = []
+    """Compare all that is taken from mapped segments with its digests, unless ``checked`` has it; those that are right, and what is wrong
+    with the others. ``turn``, from 0 to 1, is where this rank begins: each of those that share the work begins elsewhere."""
+    wrong: dict[int, CorruptError] = {}
+    checks = {
+        rank: BlockCheck(holder.segment.data, holder.segment.digests, holder.layout, f"rank {rank} of the source", checked.get(rank))
+        for rank, holder in mapped.items()
+    }
 
-    def check(rank: int, holder: LocalHolder) -> None:
+    def check(rank: int, start: int, stop: int, name: str) -> None:
+        if rank in wrong:
+            return
+        alive()
+        mapped[rank].segment.populate(start, stop)
         try:
-            with spans.span("verify", sum(stop - start for start, stop, _ in holder.share.spans)):
-                holder.check(alive)
-            right[rank] = holder
+            checks[rank].range(start, stop, name)
         except CorruptError as err:
             log.warning("live: %s", err)
-            wrong.append(err)
+            wrong[rank] = err
 
-    run_tasks([partial(check, rank, holder) for rank, holder in mapped.items()], threads, "ckpt-check")
-    return right, wrong
+    tasks = [partial(check, rank, *stretch) for rank, holder in mapped.items() for stretch in holder.stretches()]
+    first = int(turn * len(tasks))
+    with spans.span("verify", sum(stop - start for holder in mapped.values() for start, stop, _ in holder.share.spans)):
+        run_tasks(tasks[first:] + tasks[:first], threads, "ckpt-check")
+    return {rank: holder for rank, holder in mapped.items() if rank not in wrong}, [*wrong.values()]
 
 
 def copy_local(plan: FillPlan, mapped: Mapping[int, LocalHolder], threads: int, copied: Callable[[int], None]) -> None:

@@ -247,6 +247,7 @@ class Sink:
         if self._group.links is not None:
             self._group.links.close()
         self._cache.mappings.close()
+        self._cache.checks.close()
         self._source.leave()
         if self._relay is not None:
             self._relay.close()
@@ -261,7 +262,7 @@ class Sink:
 
     def _find(self, call: Call, newer_than: Version | None, end: float) -> OfferedVersion:
         """The newest version, and all that its manifest refers to."""
-        return find_newest(call, self._source, self._blobs, newer_than, end, base=self._state_version.delta_base)
+        return find_newest(call, self._source, self._blobs, newer_than, end, base=self._state_version.delta_base, checks=self._cache.checks)
 
     # ---- take
 

@@ -24,6 +24,7 @@ from ckpt.converters.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all, verdict_of
 from ckpt.errors import CorruptError, CoverageError
 from ckpt.net.channel import Row
+from ckpt.plan.shared_reads import GOLDEN
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.state.targets import Binding
 
@@ -148,7 +149,8 @@ def plan_take(matched: MatchedTake, puller: Puller, cache: SinkCache, *, in_plac
         lambda rank: cache.share_of(plan, rank, cache.layout_of(offered, rank)),
         cache.mappings,
     )
-    mapped, wrong = check_local(opened, puller.threads, puller.alive, puller.meter.spans)
+    checked, turn = cache.checks.open(offered.manifest, offered.checks), puller.receiver * GOLDEN % 1.0
+    mapped, wrong = check_local(opened, checked, turn, puller.threads, puller.alive, puller.meter.spans) if opened else ({}, [])
     if wrong and in_place:  # before anything is changed: may others stand in for them?
         _check_replaceable(plan.transfers, opened.keys() - mapped.keys(), wrong[0])
     return PlannedTake(matched=matched, plan=plan, mapped=mapped, left=_without(plan.transfers, mapped), why_whole=why_whole)

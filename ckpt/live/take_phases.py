@@ -22,7 +22,7 @@ from .offered import OfferedVersion
 from .pieces import FIRST, NOT_KEPT, TORN
 from .pull import Pulled
 from .segment import SegmentLayout
-from .segment_reader import LocalHolder, SegmentMappings, SegmentShare
+from .segment_reader import LocalHolder, SegmentMappings, SegmentShare, SharedChecks
 
 SOURCE = "source"
 """What reports call the source among those who gave bytes."""
@@ -198,6 +198,7 @@ class SinkCache:
     """under this plan."""
     buffers: list[Bytes] = field(default_factory=list)
     mappings: SegmentMappings = field(default_factory=SegmentMappings)
+    checks: SharedChecks = field(default_factory=SharedChecks)
 
     def catalog_of(self, offered: OfferedVersion) -> LiveCatalog:
         """The catalog of a version. Layouts and plans are forgotten where the tensors are others."""

@@ -23,7 +23,7 @@ from ckpt import settings
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.live.filling import plan_filling
-from ckpt.live.holdings import LiveCatalog
+from ckpt.live.holdings import LiveCatalog, Manifest
 from ckpt.live.segment import (
     BLOCK,
     BlockCheck,
@@ -35,7 +35,7 @@ from ckpt.live.segment import (
     SegmentPool,
     digest_of_digests,
 )
-from ckpt.live.segment_reader import LocalHolder, MappedSegment, SegmentMappings, SegmentShare
+from ckpt.live.segment_reader import LocalHolder, MappedSegment, SegmentMappings, SegmentShare, SharedChecks, check_local
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placements import Shard
@@ -44,6 +44,7 @@ from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
 from ckpt.plan.transfers import Want, plan_transfers
 from ckpt.state.tensors import LocalShard, LocalTensor
+from ckpt.telemetry.spans import Spans
 from tests.live.jobs import until
 from tests.plan.layout_strategies import placed_tensors
 
@@ -274,6 +275,29 @@ def test_a_flipped_byte_is_found_where_it_is_needed_and_nowhere_else(at: int) ->
             check.box("weight", row)
 
 
+def test_ranks_of_one_take_share_what_they_have_compared_and_nothing_older() -> None:
+    tensor = spec("w", "uint8", (3 * BLOCK + 5, 1))
+    layout = SegmentLayout.of([tensor], 0)
+    data = np.random.default_rng(1).integers(0, 256, layout.nbytes, dtype=np.uint8)
+    digests = BlockDigests(data).rest()
+    manifest = Manifest(run="ab", step=1, number=1, ranks=(0,), tables=(), state="", own={}, segments={0: (layout.nbytes, "")})
+    leader, other = SharedChecks(), SharedChecks()
+    told = leader.begin(manifest)
+
+    def check(checked: Any, start: int, stop: int) -> None:
+        BlockCheck(data, digests, layout, "rank 0", checked).range(start, stop, "w")
+
+    check(leader.open(manifest, told)[0], 0, 2 * BLOCK)
+    data[[5, 3 * BLOCK]] ^= 1
+    check(other.open(manifest, told)[0], 0, 3 * BLOCK)  # of the first two blocks the leader's look counts
+    for late, first in ((other.open(manifest, told)[0], 3 * BLOCK), (other.open(manifest, leader.begin(manifest))[0], 0), (None, 0)):
+        with pytest.raises(CorruptError, match="have changed since they were published"):
+            check(late, first, first + 1)
+    assert leader.begin(manifest)[0] == told[0], "the next take uses the same memory"
+    leader.close()
+    assert SharedChecks().open(manifest, told) == {}, "whoever cannot open it compares all"
+
+
 ROWS, COLUMNS = 24, 40
 SPLIT = TensorLayout(Mesh(("dp",), (2,), range(2)), (Shard(0, "dp"),))
 
@@ -310,7 +334,7 @@ def test_requests_for_a_mapped_segment_are_joined_and_bring_all_that_is_wanted(b
         segment.data[:] = whole[mine.slices].contiguous().view(torch.uint8).numpy().ravel()
         digest = digest_of_digests(segment.seal())
         holder = LocalHolder(rank, MappedSegment(segment.address(), digest), layout, SegmentShare.of(plan, rank, layout))
-        holder.check(lambda: None)
+        assert check_local({rank: holder}, {}, 0.3, 1, lambda: None, Spans(on=False)) == ({rank: holder}, [])
         holder.copy(plan, lambda nbytes: None)
         copies += len(holder.share.copies)
     assert all(torch.equal(part.memory, whole[part.box.slices]) for part in target.parts)
