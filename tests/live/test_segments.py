@@ -7,7 +7,6 @@ import random
 import signal
 from collections.abc import Callable
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -43,6 +42,7 @@ from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined
 from ckpt.plan.transfers import Want, plan_transfers
 from ckpt.state.tensors import LocalShard, LocalTensor
+from tests.distributed.ranks import fork_server
 from tests.live.jobs import until
 from tests.plan.layout_strategies import placed_tensors
 
@@ -60,7 +60,7 @@ def sealed(values: np.ndarray[Any, Any]) -> tuple[MemorySegment, str]:
 
 def in_child(function: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
     """A process that runs ``function`` with one end of a pipe, and the other end."""
-    context = get_context("spawn")
+    context = fork_server()
     here, there = context.Pipe()
     process = context.Process(target=function, args=(there, *args), daemon=True)
     process.start()
