@@ -123,6 +123,16 @@ def fork_server() -> Any:
     return context
 
 
+def in_process(function: Callable[..., Any], *args: Any) -> tuple[Any, connection.Connection]:
+    """A process that runs ``function(pipe, *args)``, and the other end of its pipe."""
+    context = fork_server()
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(there, *args), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
 class Ranks:
     """Runs functions on up to ``size`` ranks."""
 
