@@ -270,7 +270,7 @@ def _print_files(catalog: Catalog, entries: Sequence[TensorEntry], output: Outpu
 
 
 def _print_state(values: dict[str, Any], output: Output) -> None:
-    from ckpt.plan.tree_decoding import shorten
+    from ckpt.plan.tree import shorten
 
     if output.quiet:
         for path in values:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -48,6 +48,7 @@ def ls(root: str, *, output: Output) -> None:
     from ckpt.runs.step_listing import directory_name, list_steps, none_here, stored_sizes, vanished_bases
 
     steps = sorted(list_steps(root), key=lambda step: step.abandoned is None)  # the newest comes last
+    steps = _with_lost_parts(steps, vanished_bases(root, steps))
     foreign = list_foreign(root, {step.url for step in steps} | {join_url(root, name) for step in steps for name in step.also})
     if not steps and not foreign:
         raise none_here(root)
@@ -56,7 +57,7 @@ def ls(root: str, *, output: Output) -> None:
             if step.committed:
                 output.line(step.url)
         return
-    sizes, vanished = stored_sizes(steps), vanished_bases(root, steps)
+    sizes = stored_sizes(steps)
     if output.json:
         output.document(
             {
@@ -66,9 +67,27 @@ def ls(root: str, *, output: Output) -> None:
             }
         )
         return
-    rows = [(directory_name(step), *_step_row(step, sizes.get(step.url), vanished.get(step.url, ()))) for step in steps]
+    rows = [(directory_name(step), *_step_row(step, sizes.get(step.url))) for step in steps]
     names = {url: url.rstrip("/").rpartition("/")[2] for url in foreign}
     output.table(_HEADS, rows + [(names[url], "", name, *[""] * (len(_HEADS) - 3)) for url, name in foreign.items()])
+
+
+def _with_lost_parts(steps: Sequence[Step], vanished: Mapping[str, Sequence[str]]) -> list[Step]:
+    """The same steps; those whose records are whole and that lack what lies elsewhere, of ``vanished`` bases or of members, are damaged."""
+    from ckpt.concurrency import map_tasks
+    from ckpt.io_backends.registry import open_backend
+    from ckpt.runs.members import members_problem
+
+    def look(step: Step) -> Step:
+        problems: list[str | None] = [f"{name} has vanished, and data files that this needs with it" for name in vanished.get(step.url, ())]
+        try:
+            problems.append(members_problem(open_backend(step.url.rstrip("/").rpartition("/")[0]), step.members) if step.members else None)
+        except FormatError as err:
+            problems.append(err.message)
+        reason = "; ".join(filter(None, problems))
+        return replace(step, committed=False, damaged=True, reason=reason) if reason else step
+
+    return map_tasks(look, steps, 8, "ckpt-list")
 
 
 def _step_fields(step: Step) -> dict[str, object]:
@@ -78,7 +97,7 @@ def _step_fields(step: Step) -> dict[str, object]:
     return {"step": fields.pop("number"), **fields}
 
 
-def _step_row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, ...]:
+def _step_row(step: Step, stored: int | None) -> tuple[str, ...]:
     status = style("committed", "green") if step.committed else style("damaged" if step.damaged else "unfinished", "red")
     return (
         "" if step.number is None else str(step.number),
@@ -98,7 +117,6 @@ def _step_row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[
                 *([f"abandoned: the run went on from step {step.abandoned} without it"] if step.abandoned is not None else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),
-                *(f"{name} has vanished, and data files that this needs with it" for name in vanished),
             ]
         ),
     )
