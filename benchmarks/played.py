@@ -26,7 +26,8 @@ from ckpt.io_backends.protocol import Backend, ObjectMeta
 from ckpt.io_backends.registry import wrap_backends
 from ckpt.net import call as call_module
 from ckpt.net import group as group_module
-from ckpt.net.channel import ControlChannel, Offers, Row
+from ckpt.net.call import Offers
+from ckpt.net.channel import ControlChannel, Row
 from ckpt.net.group import Group
 from ckpt.net.store import Connection, KeyValues, Store
 from ckpt.runs.events import ListenerThread

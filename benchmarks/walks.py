@@ -1,8 +1,8 @@
 """Which functions and files of the package one call enters: ``python -m benchmarks.walks``.
 
 Each operation runs twice on one rank, with four linear layers and AdamW's state; the profile function of every thread notes what the
-second one enters. ``--list CALL`` prints the functions, file by file. torch's own functions are not counted. ``reshard`` is what the
-first of two processes enters, with rows on one side and columns on the other.
+second one enters. ``--list CALL`` prints the functions, file by file. torch's own functions are not counted. ``load_columns`` and
+``reshard`` are what the first of two processes enters, with rows on one side and columns on the other.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 MARKS = {
     "save": (220, 35),
     "load": (220, 35),
+    "load_columns": (300, 45),
     "save_async": (280, 40),
     "restore": (330, 50),
     "convert": (270, 45),
@@ -84,9 +85,9 @@ def calls(folder: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def reshard(rank: int, store: str, results: Any) -> None:
-    """One of two ranks: the second reshard of a model and its optimizer; the first rank tells what it entered."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def on_a_rank(rank: int, call: str, folder: str, results: Any) -> None:
+    """One of two ranks: the second such call, with rows and columns of a model and its optimizer; the first rank tells what it entered."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
 
     def sharded(dimension: int) -> dict[str, Any]:
@@ -100,17 +101,27 @@ def reshard(rank: int, store: str, results: Any) -> None:
         return {"model": model, "optimizer": optimizer}
 
     rows, columns = sharded(0), sharded(1)
-    ckpt.live.reshard(rows, columns)
-    places = entered(lambda: ckpt.live.reshard(rows, columns))
+
+    def move() -> None:
+        if call == "reshard":
+            ckpt.live.reshard(rows, columns)
+        else:
+            ckpt.load(f"{folder}/rows", columns)
+
+    if call == "load_columns":
+        ckpt.save(f"{folder}/rows", rows)
+    move()
+    places = entered(move)
     if rank == 0:
         results.put(places)
     dist.destroy_process_group()
 
 
-def reshard_entered(folder: str) -> Entered:
+def entered_on_two(call: str, folder: str) -> Entered:
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    ranks = [context.Process(target=reshard, args=(rank, f"{folder}/store", results)) for rank in range(2)]
+    own = tempfile.mkdtemp(dir=folder)
+    ranks = [context.Process(target=on_a_rank, args=(rank, call, own, results)) for rank in range(2)]
     for process in ranks:
         process.start()
     places: Entered = results.get()
@@ -129,14 +140,14 @@ def main() -> None:
         for name in MARKS:
             if arguments.list not in (None, name):
                 continue
-            if name == "reshard":
-                places = reshard_entered(folder)
+            if name not in called:
+                places = entered_on_two(name, folder)
             else:
                 called[name]()
                 places = entered(called[name])
             functions = sum(map(len, places.values()))
             most, files = MARKS[name]
-            print(f"{name:12} {functions:4} functions (mark {most}) in {len(places):3} files (mark {files})")
+            print(f"{name:13} {functions:4} functions (mark {most}) in {len(places):3} files (mark {files})")
             for path in sorted(places) if arguments.list else ():
                 print(f"  {path}")
                 print("".join(f"      {line:4} {function}\n" for function, line in sorted(places[path], key=lambda p: p[1])), end="")

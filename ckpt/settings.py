@@ -50,8 +50,9 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import Literal, ParamSpec, TypeVar, overload
+from typing import Generic, Literal, ParamSpec, TypeVar, overload
 
 from .errors import UsageError
 from .text import close_names, url_text
@@ -107,11 +108,6 @@ def variable(name: str, default: str | None = None) -> str | None:
     return os.environ.get(name, default)
 
 
-def text(name: str) -> str | None:
-    """What one of ``NAMES`` is set to; None if to nothing."""
-    return variable(name) or None
-
-
 @cache
 def warn_of_misspelt() -> None:
     """Warn, once in a process, of variables whose names are nearly ours. Others that begin so may be the user's own."""
@@ -124,6 +120,7 @@ def warn_of_misspelt() -> None:
 DEFAULT_TIMEOUT = 600.0
 
 Direct = Literal["auto", "on", "off"]
+Switch = Literal["on", "off"]
 
 
 def timeout(given: float | None) -> float:
@@ -140,17 +137,32 @@ def threads(given: int | None) -> int:
     return max(1, int(_positive("threads", given, "CKPT_THREADS", float(own))))
 
 
-def _choice(name: str, choices: Sequence[C], rule: str) -> C:
-    """Which of ``choices`` a variable has, the first by default; ``rule`` is for the error."""
-    given = variable(name, choices[0])
-    for choice in choices:
-        if given == choice:
-            return choice
-    raise UsageError(f"{rule}, not {given!r}", where=name)
+@dataclass(frozen=True)
+class Choice(Generic[C]):
+    """A variable that has one of some values, the first by default: called, it says which. ``rule`` is for the error."""
+
+    name: str
+    choices: Sequence[C]
+    rule: str
+
+    def __call__(self) -> C:
+        given = variable(self.name, self.choices[0])
+        for choice in self.choices:
+            if given == choice:
+                return choice
+        raise UsageError(f"{self.rule}, not {given!r}", where=self.name)
 
 
-def direct() -> Direct:
-    return _choice("CKPT_DIRECT", ("auto", "on", "off"), "direct writes are auto, on or off")
+direct: Choice[Direct] = Choice("CKPT_DIRECT", ("auto", "on", "off"), "direct writes are auto, on or off")
+run_log: Choice[Switch] = Choice("CKPT_RUN_LOG", ("on", "off"), "the log of a run is on or off")
+spans: Choice[Switch] = Choice("CKPT_SPANS", ("on", "off"), "spans are on or off")
+live_local: Choice[Switch] = Choice("CKPT_LIVE_LOCAL", ("on", "off"), "memory of the same machine is read directly or not: on or off")
+conditional_put: Choice[Literal["require", "emulate"]] = Choice(
+    "CKPT_CONDITIONAL_PUT", ("require", "emulate"), "conditional puts are required or emulated: require or emulate"
+)
+s3_checksum: Choice[Literal["auto", "off", "crc32", "sha256", "md5"]] = Choice(
+    "CKPT_S3_CHECKSUM", ("auto", "off", "crc32", "sha256", "md5"), "checksums of object stores are auto, off, crc32, sha256 or md5"
+)
 
 
 def socket_interfaces() -> list[tuple[str, str]]:
@@ -159,24 +171,12 @@ def socket_interfaces() -> list[tuple[str, str]]:
     return [(name, given) for name in names if (given := variable(name, "").strip())]
 
 
-def run_log() -> bool:
-    return _choice("CKPT_RUN_LOG", ("on", "off"), "the log of a run is on or off") == "on"
-
-
-def spans() -> bool:
-    return _choice("CKPT_SPANS", ("on", "off"), "spans are on or off") == "on"
-
-
 def progress() -> float | None:
     """Seconds between two notes of how far a save is; 0: none, None: as suits the storage."""
     given = variable("CKPT_PROGRESS", "auto")
     if given in ("auto", "off"):
         return None if given == "auto" else 0.0
     return _positive("progress", None, "CKPT_PROGRESS", 1.0)
-
-
-def conditional_put() -> Literal["require", "emulate"]:
-    return _choice("CKPT_CONDITIONAL_PUT", ("require", "emulate"), "conditional puts are required or emulated: require or emulate")
 
 
 def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None) -> tuple[str, ...] | None:
@@ -189,11 +189,6 @@ def sources(given: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | N
     if not isinstance(several, Iterable) or not all(isinstance(root, str) and root for root in roots):
         raise UsageError(f"sources are URLs or paths of directories, not {given!r}", hint='sources=["/data/models"]')
     return roots
-
-
-def s3_checksum() -> Literal["auto", "off", "crc32", "sha256", "md5"]:
-    rule = "checksums of object stores are auto, off, crc32, sha256 or md5"
-    return _choice("CKPT_S3_CHECKSUM", ("auto", "off", "crc32", "sha256", "md5"), rule)
 
 
 def domain() -> str | None:
@@ -212,10 +207,6 @@ def _positive(what: str, given: float | None, name: str, default: float) -> floa
     if not 0 < value < float("inf"):
         raise UsageError(f"{what} must be a positive number, not {number!r}", where=None if given is not None else name)
     return value
-
-
-def live_local() -> bool:
-    return _choice("CKPT_LIVE_LOCAL", ("on", "off"), "memory of the same machine is read directly or not: on or off") == "on"
 
 
 def memory_port() -> int:

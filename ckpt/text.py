@@ -11,6 +11,8 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import Any, NoReturn
 
+_NUMBER = re.compile("0|[1-9][0-9]{0,8}")
+
 # The one place that parses JSON, of files and of messages: whatever is wrong with the text is a ValueError, which callers name.
 #
 # ``json.loads`` raises RecursionError for ``[[[[…``, a file of a few kilobytes, and guesses at encodings other than UTF-8.
@@ -41,6 +43,14 @@ def parse_object(
     if not isinstance(members, dict):
         raise ValueError("it is not a JSON object")
     return members
+
+
+def number_of(text: str) -> int:
+    """The number that ``str`` writes so, from 0 on and of at most nine digits; ValueError for any other spelling: ``int`` takes ``" 1"``,
+    ``"+1"`` and ``"1_0"``, too."""
+    if not _NUMBER.fullmatch(text):
+        raise ValueError(f"{text!r:.40} is no number")
+    return int(text)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt.runs.step_listing import Step
 
 
-_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
+_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">BYTES", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -34,8 +34,8 @@ def ls(root: str, *, output: Output) -> None:
     """List the checkpoints of the run at ROOT, the newest step last.
 
     ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed
-    with the reason, checkpoints of other formats with the name of the format. ON DISK is the size of all files of a checkpoint, SHARED that
-    of data files of other checkpoints that it refers to; TENSORS is the size of its tensors before compression. -q prints only the URLs of
+    with the reason, checkpoints of other formats with the name of the format. BYTES counts its tensors before compression, ON DISK
+    its files, and SHARED the data files of other checkpoints that it refers to. -q prints only the URLs of
     checkpoints that can be loaded.
 
     \b
@@ -48,6 +48,7 @@ def ls(root: str, *, output: Output) -> None:
     from ckpt.runs.step_listing import directory_name, list_steps, none_here, stored_sizes, vanished_bases
 
     steps = sorted(list_steps(root), key=lambda step: step.abandoned is None)  # the newest comes last
+    steps = _with_lost_parts(steps, vanished_bases(root, steps))
     foreign = list_foreign(root, {step.url for step in steps} | {join_url(root, name) for step in steps for name in step.also})
     if not steps and not foreign:
         raise none_here(root)
@@ -56,7 +57,7 @@ def ls(root: str, *, output: Output) -> None:
             if step.committed:
                 output.line(step.url)
         return
-    sizes, vanished = stored_sizes(steps), vanished_bases(root, steps)
+    sizes = stored_sizes(steps)
     if output.json:
         output.document(
             {
@@ -66,9 +67,27 @@ def ls(root: str, *, output: Output) -> None:
             }
         )
         return
-    rows = [(directory_name(step), *_step_row(step, sizes.get(step.url), vanished.get(step.url, ()))) for step in steps]
+    rows = [(directory_name(step), *_step_row(step, sizes.get(step.url))) for step in steps]
     names = {url: url.rstrip("/").rpartition("/")[2] for url in foreign}
     output.table(_HEADS, rows + [(names[url], "", name, *[""] * (len(_HEADS) - 3)) for url, name in foreign.items()])
+
+
+def _with_lost_parts(steps: Sequence[Step], vanished: Mapping[str, Sequence[str]]) -> list[Step]:
+    """The same steps; those whose records are whole and that lack what lies elsewhere, of ``vanished`` bases or of members, are damaged."""
+    from ckpt.concurrency import map_tasks
+    from ckpt.io_backends.registry import open_backend
+    from ckpt.runs.members import members_problem
+
+    def look(step: Step) -> Step:
+        problems: list[str | None] = [f"{name} has vanished, and data files that this needs with it" for name in vanished.get(step.url, ())]
+        try:
+            problems.append(members_problem(open_backend(step.url.rstrip("/").rpartition("/")[0]), step.members) if step.members else None)
+        except FormatError as err:
+            problems.append(err.message)
+        reason = "; ".join(filter(None, problems))
+        return replace(step, committed=False, damaged=True, reason=reason) if reason else step
+
+    return map_tasks(look, steps, 8, "ckpt-list")
 
 
 def _step_fields(step: Step) -> dict[str, object]:
@@ -78,7 +97,7 @@ def _step_fields(step: Step) -> dict[str, object]:
     return {"step": fields.pop("number"), **fields}
 
 
-def _step_row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[str, ...]:
+def _step_row(step: Step, stored: int | None) -> tuple[str, ...]:
     status = style("committed", "green") if step.committed else style("damaged" if step.damaged else "unfinished", "red")
     return (
         "" if step.number is None else str(step.number),
@@ -98,7 +117,6 @@ def _step_row(step: Step, stored: int | None, vanished: Sequence[str]) -> tuple[
                 *([f"abandoned: the run went on from step {step.abandoned} without it"] if step.abandoned is not None else []),
                 *([f"a part, saved with {step.part}"] if step.part is not None else []),
                 *([f"lost: {', '.join(step.lost)}"] if step.lost else []),
-                *(f"{name} has vanished, and data files that this needs with it" for name in vanished),
             ]
         ),
     )
@@ -120,8 +138,8 @@ _COPY_INTERRUPTED = (
 def cp(source: str, target: str, *, threads: int | None, compare: bool, dry_run: bool, output: Output) -> None:
     """Copy the checkpoint at SRC to DST; both are URLs of any storage. If DST ends in /, the copy gets the name of SRC below it.
 
-    Every byte is checked against its digest on the way, but for what an object store copies within itself; --compare reads that too.
-    The checkpoint exists at DST only when all of it is there. After an interruption the same command resumes. Another checkpoint at DST
+    Every byte is checked against its digest. An object store may copy files itself; --compare reads these, too. DST cannot be opened
+    until it is complete. After an interruption the same command resumes. Another checkpoint at DST
     is never replaced, and nothing is put beside other files. The copy of a virtual checkpoint is self-contained.
     Under torchrun or srun the processes share the files among them.
 
@@ -246,14 +264,14 @@ def tag(url: str, tags: tuple[str, ...], *, delete: bool, output: Output) -> Non
 
 @click.command("rm", short_help="Remove one checkpoint.")
 @click.argument("url", type=URL)
-@click.option("--yes", is_flag=True, help="Remove. Without it, only say what would be removed.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed; the default.")
+@click.option("--yes", is_flag=True, help="Remove. Without it, only show what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed; the default.")
 @options
 def rm(url: str, *, yes: bool, dry_run: bool, output: Output) -> None:
-    """Say what removing the checkpoint at URL would free; with --yes, remove it. URL is on any storage.
+    """Show what removing the checkpoint at URL would free; with --yes, remove it. URL is on any storage.
 
     A checkpoint stays if it is tagged, if others of its run refer to its files or point into them, or if a part of a state needs it. Files
-    that are no part of the checkpoint stay, too. Of a symbolic link only the link goes.
+    that are no part of the checkpoint stay, too. Of a symbolic link, only the link is removed.
 
     \b
     Example:

@@ -318,7 +318,7 @@ _NOTHING: Any = object()
 
 
 def _descend(path: str, left: Any, right: Any) -> Iterator[tuple[str, str | None, str | None]]:
-    from ckpt.plan.tree_decoding import child_path, items_of, pairs_of, text
+    from ckpt.plan.tree import child_path, items_of, pairs_of, text
 
     def children(node: Any) -> dict[str, Any] | None:
         if node is _NOTHING:

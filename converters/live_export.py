@@ -19,14 +19,14 @@ from ckpt.errors import ConsistencyError, StorageError, UsageError
 from ckpt.formats.delta_manifest import MANIFEST
 from ckpt.formats.deltas import Base, open_base
 from ckpt.io_backends.registry import open_backend, scheme_of
-from ckpt.net.call import Call
+from ckpt.net.call import Call, grouped
 from ckpt.net.channel import Row
 from ckpt.net.group import Job, group_of
 from ckpt.net.peers import peers_of
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.ownership import ChunkAssignment, replicated_chunks
-from ckpt.plan.tables import Table, grouped, join_tables, split_tables, whole_where_present
+from ckpt.plan.tables import Table, join_tables, split_tables, whole_where_present
 from ckpt.plan.values import join_values
 from ckpt.plan.views import filled
 from ckpt.settings import check_flags

@@ -21,7 +21,7 @@ from ckpt.formats.external import Range, read_ranges
 from ckpt.formats.external_elements import read_box
 from ckpt.plan import tree
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.tree_decoding import MISSING, Missing, Node
+from ckpt.plan.tree import MISSING, Missing, Node
 from ckpt.plan.views import LogicalTensor
 
 # Values of a state by their paths: which there are, which are gone, which are chosen. Pure.

@@ -54,7 +54,7 @@ class MegatronParallel:
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
-    arguments: Mapping[str, Argument] = field(default_factory=dict)
+    arguments: Mapping[str, Argument] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if min(self.tensor, self.pipeline, self.virtual, self.expert) < 1:

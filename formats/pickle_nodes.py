@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.errors import CorruptError, FormatError, StateError
 from ckpt.plan import tree
-from ckpt.plan.tree_decoding import MAX_DEPTH, Node, child_path, mapping_node
+from ckpt.plan.tree import MAX_DEPTH, Node, child_path, mapping_node
 
 from .pickle_values import PickleValues
 from .stand_ins import Array, Device, GlobalName, Made, Persistent, Size, StoredPart, StoredStorage, StoredView

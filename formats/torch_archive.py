@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from zipfile import BadZipFile, ZipFile, ZipInfo
 
 from ckpt import settings
+from ckpt.concurrency import gc_paused
 from ckpt.errors import CkptError, CorruptError, FormatError
 from ckpt.io_backends.checks import path_problem, read_checked
 
@@ -100,6 +101,9 @@ class FileRange:
 _STORED = "`torch.save` stores records as they are; archives of TorchScript are not read"
 _LOCAL = struct.Struct("<4s5H3L2H")
 LOCAL_SIZE = _LOCAL.size
+_ENDS = {b"PK\5\6": struct.Struct("<4x4H"), b"PK\6\6": struct.Struct("<16x2L2Q")}
+"""Of a directory: number of this part and of that with the directory, and how many records are listed here and in all."""
+_END_BYTES = max(end.size for end in _ENDS.values())
 _DESCRIPTOR, _DESCRIPTOR64 = 16, 24
 _FULL = 0xFFFFFFFF
 
@@ -140,30 +144,46 @@ class _Seekable(io.RawIOBase):
         return self._window.read(self._at - count, count)
 
 
+@gc_paused()
 def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     """Read and check the central directory: all records by name. Positions count from the start of the window."""
     tail_at = max(window.size - window.tail, 0)
     window.preload([(tail_at, window.read(tail_at, window.size - tail_at))])
+    source, records = _Seekable(window), dict[str, ZipRecord]()
     try:
-        archive = ZipFile(_Seekable(window))
-        listed = [_record(window, info) for info in sorted(archive.infolist(), key=lambda info: info.header_offset)]
+        archive = ZipFile(source)
+        listed = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        _check_end(window, source.tell(), len(listed))
+        limits = [*(info.header_offset for info in listed), archive.start_dir][1:]
+        for info, limit in zip(listed, limits, strict=True):
+            record = _record(window, info, limit)
+            if record.name in records:
+                _damaged(window, f"two records called {record.name!r}")
+            if record.header < 0 or record.header + header_length(record) + record.size > limit:
+                _damaged(window, f"a record {record.name!r} of {record.size:,} bytes that reaches into what comes after it")
+            records[record.name] = record
     except CkptError:  # some are an OSError or a ValueError, too; storage that fails is no damage
         raise
     except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as err:
         _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is no zip archive", err)
-    limits = [*(record.header for record in listed), archive.start_dir][1:]
-    records: dict[str, ZipRecord] = {}
-    for record, limit in zip(listed, limits, strict=True):
-        if record.name in records:
-            _damaged(window, f"two records called {record.name!r}")
-        if record.header < 0 or record.header + header_length(record) + record.size > limit:
-            _damaged(window, f"a record {record.name!r} of {record.size:,} bytes that reaches into what comes after it")
-        records[record.name] = record._replace(limit=limit)
     return records
 
 
-def _record(window: FileRange, info: ZipInfo) -> ZipRecord:
-    name = info.orig_filename if info.flag_bits & 0x800 else info.orig_filename.encode("cp437").decode()
+def _check_end(window: FileRange, at: int, count: int) -> None:
+    """That what ends the directory, right after what ``zipfile`` has read of it, says that it has so many records: that is not compared
+    there."""
+    data = window.read(at, min(_END_BYTES, window.size - at))
+    end = _ENDS.get(data[:4])
+    if end is None or len(data) < end.size:
+        _damaged(window, "no end right after its directory")
+    if (says := end.unpack_from(data)) != (0, 0, count, count):
+        _damaged(window, f"a directory of {count:,} records, and its end says {says[-1]:,}")
+
+
+def _record(window: FileRange, info: ZipInfo, limit: int) -> ZipRecord:
+    name = info.orig_filename
+    if not name.isascii() and not info.flag_bits & 0x800:
+        name = name.encode("cp437").decode()
     if path_problem(name) is not None:
         _damaged(window, f"a record called {name[:80]!r}")
     if info.volume:
@@ -171,7 +191,7 @@ def _record(window: FileRange, info: ZipInfo) -> ZipRecord:
     if info.compress_type or info.flag_bits & 0x41 or info.file_size != info.compress_size:
         how = "encrypted" if info.flag_bits & 0x41 else "compressed"
         raise FormatError(f"the record {name!r} is {how}", where=window.where, hint=_STORED)
-    return ZipRecord(name, info.header_offset, info.file_size, 0, info.CRC)
+    return ZipRecord(name, info.header_offset, info.file_size, limit, info.CRC)
 
 
 def header_length(record: ZipRecord) -> int:

@@ -10,6 +10,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, UsageError
 
+_NO_PART = {"", ".", ".."}
+
 
 def check_path(path: str) -> str:
     """Give ``path`` back if it names an object below a root."""
@@ -18,7 +20,7 @@ def check_path(path: str) -> str:
             f"a path below a root is a str, not {type(path).__name__}", where=str(path), hint="pass a str with / between its parts"
         )
     parts = path.split("/")
-    if "" in parts or "." in parts or ".." in parts or "\0" in path:
+    if not _NO_PART.isdisjoint(parts) or "\0" in path:
         raise UsageError(
             f"{path!r} is not a path below a root", hint="give a relative path without a leading or trailing /, empty parts, '.' and '..'"
         )
@@ -27,7 +29,7 @@ def check_path(path: str) -> str:
 
 def path_problem(path: str) -> str | None:
     """Why a path of an index cannot be followed, or None. A damaged or hostile index must not lead out of the checkpoint."""
-    if not path or "\0" in path or "\\" in path or any(part in ("", ".", "..") for part in path.split("/")):
+    if "\0" in path or "\\" in path or not _NO_PART.isdisjoint(path.split("/")):
         return f"path {path!r:.200} is not a plain path below the checkpoint"
     if not path.isascii():
         try:
@@ -54,16 +56,6 @@ def check_size(size: int, where: str) -> None:
     """Check the planned size of a new object; raises UsageError for a negative one."""
     if size < 0:
         raise UsageError(f"cannot create an object of {size} bytes", where=where, hint="a size is not negative")
-
-
-def check_write(offset: int, length: int, size: int, where: str) -> None:
-    """Check that ``[offset, offset + length)`` lies in an object of ``size`` bytes; raises UsageError if not."""
-    if offset < 0 or offset + length > size:
-        raise UsageError(
-            f"bytes [{offset}, {offset + length}) do not lie in an object of {size} bytes",
-            where=where,
-            hint="create it with its final size",
-        )
 
 
 def past_end(where: str, offset: int, length: int, size: int) -> CorruptError:
@@ -125,18 +117,14 @@ class Retries(NamedTuple):
     again: int = 0
     throttled: int = 0
 
-    def since(self, before: Retries) -> Retries:
-        """What has come since ``before``."""
-        return Retries(self.again - before.again, self.throttled - before.throttled)
-
 
 _lock = threading.Lock()
-_total = Retries()
+_NONE = _total = Retries()
 
 
-def total() -> Retries:
-    """Since the process began."""
-    return _total
+def total(before: Retries = _NONE) -> Retries:
+    """Since the process began, or since ``before``."""
+    return Retries(_total.again - before.again, _total.throttled - before.throttled)
 
 
 def count(*, throttled: bool) -> None:

@@ -34,6 +34,8 @@ _COARSE = 2_000_000_000
 class PosixBackend(Backend):
     """A directory of a file system. ``url`` is a plain path (``~`` is expanded) or ``file://`` with an absolute, percent-encoded one."""
 
+    url: str = ""
+    """The root as an absolute path."""
     io_hints: IOHints = IOHints()
 
     def __init__(self, url: str) -> None:
@@ -52,12 +54,7 @@ class PosixBackend(Backend):
             # with that another directory.
             after = len(parts) - parts[::-1].index("..")
             path = os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
-        self._root = "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
-
-    @property
-    def url(self) -> str:
-        """The root as an absolute path."""
-        return self._root
+        self.url = self._root = "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
 
     def _file(self, path: str) -> str:
         return os.path.join(self._root, check_path(path))
@@ -142,13 +139,9 @@ class PosixBackend(Backend):
     def version_tokens(self, directories: Sequence[str], name: str, *, skip: str) -> dict[str, str]:
         """See ``Backend.version_tokens``. Files are opened: of an open file network file systems ask the server, of others their caches."""
         check_path(name)
-
-        def tokens(part: Sequence[str]) -> dict[str, str]:
-            pairs = ((directory, _token(os.path.join(self._root, directory, name))) for directory in part)
-            return {directory: token for directory, token in pairs if token is not None}
-
-        parts = [directories[at : at + _AT_ONCE] for at in range(0, len(directories), _AT_ONCE)]
-        return {directory: token for part in map_tasks(tokens, parts, _THREADS, "ckpt-look") for directory, token in part.items()}
+        files_there = [os.path.join(self._root, directory, name) for directory in directories]
+        tokens = map_tasks(_token, files_there, min(_THREADS, -(-len(directories) // _AT_ONCE)), "ckpt-look")
+        return {directory: token for directory, token in zip(directories, tokens, strict=True) if token is not None}
 
     def modified(self, path: str) -> float:
         file = self._file(path)

@@ -238,7 +238,15 @@ def delete_below(root: str, path: str) -> None:
         with suppress(FileNotFoundError, NotADirectoryError):
             opened.append(os.open(root, _PLACE))
             for depth, part in enumerate(parents):
-                opened.append(_open_inside(opened[-1], part, os.path.join(root, *parents[: depth + 1])))
+                try:
+                    opened.append(os.open(part, _PLACE | os.O_NOFOLLOW, dir_fd=opened[-1]))
+                except OSError as err:
+                    if err.errno not in (errno.ELOOP, errno.ENOTDIR) or not stat.S_ISLNK(os.lstat(part, dir_fd=opened[-1]).st_mode):
+                        raise
+                    where = os.path.join(root, *parents[: depth + 1])
+                    what = f"nothing is removed beyond a symbolic link, and this is one to {os.path.realpath(where)}"
+                    hint = "remove the link itself, or what is behind it by its own path"
+                    raise StorageError(what, where=where, hint=hint) from None
             with suppress(IsADirectoryError):
                 os.unlink(name, dir_fd=opened[-1])
         for depth in reversed(range(1, len(opened))):
@@ -247,20 +255,6 @@ def delete_below(root: str, path: str) -> None:
     finally:
         for fd in opened:
             os.close(fd)
-
-
-def _open_inside(directory: int, name: str, where: str) -> int:
-    """A descriptor of the directory ``name``, which is no link."""
-    try:
-        return os.open(name, _PLACE | os.O_NOFOLLOW, dir_fd=directory)
-    except OSError as err:
-        if err.errno not in (errno.ELOOP, errno.ENOTDIR) or not stat.S_ISLNK(os.lstat(name, dir_fd=directory).st_mode):
-            raise
-        raise StorageError(
-            f"nothing is removed beyond a symbolic link, and this is one to {os.path.realpath(where)}",
-            where=where,
-            hint="remove the link itself, or what is behind it by its own path",
-        ) from None
 
 
 def _remove_empty(name: str, directory: int | None = None) -> bool:

@@ -112,8 +112,8 @@ def _checked(url: str, configured: Configured) -> str:
 
 def configured_for(url: str) -> Configured:
     """What was said of the longest URL that ``url`` lies below, by the program or else by the file."""
-    path = settings.text("CKPT_STORAGE_OPTIONS")
-    table = {**_of_file(path), **_table} if path is not None else _table
+    path = settings.variable("CKPT_STORAGE_OPTIONS")
+    table = {**_of_file(path), **_table} if path else _table
     if not table:
         return NOTHING
     scheme, _, place = canonical(url).partition("://")

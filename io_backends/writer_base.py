@@ -14,7 +14,7 @@ from typing import IO, Literal
 
 from ckpt.errors import AccessError, StorageError, UsageError
 
-from .checks import byte_views, check_write
+from .checks import byte_views
 from .posix_files import storage_errors, write_all
 from .protocol import Backend, CopySource, PendingUpload, Writer
 
@@ -174,7 +174,9 @@ class WriterBase(Writer):
     @contextmanager
     def _using(self, offset: int = 0, length: int = 0) -> Iterator[None]:
         """Around everything that uses what ``_close`` lets go of; checks the range that is about to be written."""
-        check_write(offset, length, self._size, self._where)
+        if offset < 0 or offset + length > self._size:
+            what = f"bytes [{offset}, {offset + length}) do not lie in an object of {self._size} bytes"
+            raise UsageError(what, where=self._where, hint="create it with its final size")
         with self._lock:
             self._check_open()
             self._busy += 1

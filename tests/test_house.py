@@ -26,8 +26,8 @@ FLOORS = (
     ("settings",),
     ("needs",),
     ("dtypes", "plan.layout", "policies", "runs.events", "telemetry", "units"),
-    ("io_backends", "plan.tree_decoding"),
-    ("catalog", "plan.tree"),
+    ("io_backends", "plan.tree"),
+    ("catalog",),
     ("plan",),
     ("formats", "net", "state"),
     ("engine", "monitors", "runs.step_listing"),
@@ -57,7 +57,7 @@ NARROW = {
 }
 """Module prefix → the only prefixes that it may import from, where the floors would allow more. The first that matches counts."""
 
-TORCH_WHEN_ASKED = ("ckpt.plan.tree_decoding", "ckpt.monitors")
+TORCH_WHEN_ASKED = ("ckpt.plan.tree", "ckpt.monitors")
 """Modules that may import torch inside a function: reading a stored torch.dtype gives one, and torch has TensorBoard's writer."""
 
 WITHOUT_TORCH = (
@@ -349,7 +349,7 @@ heavy |= {"pyarrow.compute", "pyarrow.dataset"}
 print("HEAVY", *early, *heavy & (set(sys.modules) | tried))
 
 import torch.distributed as dist
-from ckpt.state.walk import scan_state
+from ckpt.state.torch_objects import scan_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

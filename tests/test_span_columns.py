@@ -13,7 +13,7 @@ from ckpt.errors import UsageError
 from ckpt.formats.native.commit import CommitRecord, new_id
 from ckpt.formats.native.spans import MANY, SLOWEST, decode_about, decode_groups, encode_about, encode_groups, read_spans, write_spans
 from ckpt.io_backends.inprocess import InProcessBackend
-from ckpt.telemetry.spans import Row, Spans, SpanTable, limit_for
+from ckpt.telemetry.spans import Row, Spans, SpanTable
 from tests.test_spans import signed
 
 PHASES = ("collect", "plan", "agree", "capture", "settle", "exchange", "hash", "write", "sync")
@@ -28,7 +28,7 @@ def rows_of(ranks: int, seed: int = 1) -> dict[int, Row]:
     chance = random.Random(seed)
     rows: dict[int, Row] = {}
     for rank in range(ranks):
-        spans = Spans(limit=limit_for(ranks))
+        spans = Spans(ranks=ranks)
         at = time.perf_counter()
         for phase in PHASES[: None if rank % 100 else -2]:  # not all have the same
             for _ in range(20 if phase == "write" else 1):

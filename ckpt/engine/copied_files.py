@@ -23,8 +23,9 @@ from ckpt.formats.native.catalog import NativeCatalog
 from ckpt.formats.native.commit import REFERENCED, CommitRecord
 from ckpt.formats.native.datafile import ChunkSpec, chunk_key, coded_key, plan_coded_file
 from ckpt.formats.native.header import Header, parse_header
-from ckpt.formats.native.index import encode_files
+from ckpt.formats.native.index import FILE_COLUMNS
 from ckpt.formats.native.paths import FILES, is_reference
+from ckpt.formats.native.tables import rows_to_file
 from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.checks import READS
 from ckpt.io_backends.protocol import Backend, CopySource, Writer
@@ -98,7 +99,7 @@ class SelfContained:
                 files.append(made.file)
             else:
                 files.append(file)
-        data = encode_files(files)
+        data = rows_to_file(files, FILE_COLUMNS)
         index = replace(catalog.record.index[FILES], size=len(data), digest=xxhash.xxh3_128_hexdigest(data))
         record = replace(
             catalog.record,

@@ -65,8 +65,7 @@ from ckpt.plan.external_assignment import AssignedBox, ExternalAssignment, assig
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.tables import Joined
 from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
-from ckpt.telemetry.progress import SaveMeter
-from ckpt.telemetry.spans import Spans
+from ckpt.telemetry.spans import SaveMeter, Spans
 from ckpt.text import url_text
 
 from .reading import job

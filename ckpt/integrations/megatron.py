@@ -30,7 +30,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from ckpt import api, settings
 from ckpt.errors import NamesError, UsageError
 from ckpt.needs import warn_if_untried
-from ckpt.net.group import Job, current_group
+from ckpt.net.group import Job, group_of
 from ckpt.state.sharded import plain, stored_name
 
 __all__ = ["CkptLoad", "CkptSave", "plain"]
@@ -109,7 +109,7 @@ class CkptLoad(base.LoadShardedStrategy):
         """
         values, url = list(nested_values(sharded_state_dict)), os.fspath(checkpoint_dir)
         job = Job.of(self.options.get("job"))
-        group = current_group(job.process_group)
+        group = group_of(job)
         with group.fails_together("names", url):
             names = {each.key if isinstance(each, ShardedTensor) else stored_name(each) for each in values}
             seconds = settings.timeout(job.timeout)

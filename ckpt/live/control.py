@@ -188,7 +188,7 @@ _REPLACE = f"remove it, and start the source again; or {_HINT}"
 
 def given_secret(secret: str | bytes | None) -> bytes | None:
     """What the caller or ``CKPT_LIVE_SECRET`` says."""
-    text = settings.text("CKPT_LIVE_SECRET") if secret is None else secret
+    text = secret if secret is not None else settings.variable("CKPT_LIVE_SECRET") or None
     if text is None:
         return None
     if not isinstance(text, str | bytes):

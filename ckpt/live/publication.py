@@ -23,17 +23,16 @@ from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.engine.save.staging import CaptureFence, Outcome, Segment, StagedBatches
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.errors import ConsistencyError, DeadlineError
-from ckpt.net.call import Call
+from ckpt.net.call import Call, grouped
 from ckpt.net.channel import Row
 from ckpt.plan import tree
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign, replicated_chunks
-from ckpt.plan.tables import Table, grouped, join_tables, split_tables
+from ckpt.plan.tables import Table, join_tables, split_tables
 from ckpt.plan.values import join_values
 from ckpt.state import lazy
 from ckpt.state.collect import Collected
 from ckpt.state.tensors import LocalShard, LocalTensor
-from ckpt.telemetry.progress import SaveMeter, Stall
-from ckpt.telemetry.spans import Spans, SpanTable
+from ckpt.telemetry.spans import SaveMeter, Spans, SpanTable, Stall
 from ckpt.text import parse_json
 
 from .holdings import Manifest, Version, digest_of_blob, own_blob

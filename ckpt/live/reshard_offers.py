@@ -30,7 +30,7 @@ from ckpt.engine.load.fill import LoadJob
 from ckpt.engine.save.capture import sample_of
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, UsageError
-from ckpt.net.call import Call
+from ckpt.net.call import Call, grouped, grouped_parts
 from ckpt.net.channel import Row
 from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
@@ -40,13 +40,13 @@ from ckpt.plan import machines, tree
 from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.ownership import ChunkAssignment, assign, replicated_chunks
-from ckpt.plan.tables import Table, grouped, grouped_parts, join_tables, split_tables, tables_from_bytes, tables_to_bytes
+from ckpt.plan.tables import Table, join_tables, split_tables, tables_from_bytes, tables_to_bytes
 from ckpt.plan.values import join_values
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
 from ckpt.state.tensors import LocalTensor, raw_view, reads_otherwise
 from ckpt.telemetry.spans import SpanTable
-from ckpt.text import parse_json
+from ckpt.text import number_of, parse_json
 
 from .filling import PlanCache, check_not_freed
 from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts, own_blob
@@ -225,7 +225,7 @@ def offer(
         meeting=meeting,
         local=local,
         before=[(name, OldMemory(part.memory)) for name, tensor in local.items() for part in tensor.parts],
-        catalog=cache.catalog.with_values(values["state"], {int(place): row["values"] for place, row in values["own"].items()}),
+        catalog=cache.catalog.with_values(values["state"], {number_of(place): row["values"] for place, row in values["own"].items()}),
         holders={
             rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
             for rank, addresses, network in values["holders"]
@@ -262,7 +262,7 @@ def _join(call: Call, meeting: Meeting, cache: ReshardCache, key: str, tables: b
     """The catalog of all old states, unless it is that of the last reshard. ``own``: what single ranks have, by place."""
     if cache.catalog is not None and cache.key == key:
         return
-    own_tables = {int(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
+    own_tables = {number_of(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
     joined = join_tables(tables_from_bytes(tables), stored=False)
     aliases = joined.aliases | {n: to for table in own_tables.values() for n, to in table.aliases.items()}
     cache.catalog = LiveCatalog.of(

@@ -33,7 +33,7 @@ from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, a
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
 from ckpt.net.channel import Row
-from ckpt.net.group import Job, current_group
+from ckpt.net.group import Job, group_of
 from ckpt.plan.layout.layout import check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags
@@ -167,7 +167,7 @@ def reshard(
             whether this rank's new state was changed. The old state is whole.
     """
     job = Job.of(job)
-    base = current_group(job.process_group)
+    base = group_of(job)
     wait_for_pending_save(base)
     check_flags(strict=strict, cast=cast, check_replicas=check_replicas)
     options = LoadOptions(
@@ -179,7 +179,7 @@ def reshard(
         timeout=settings.timeout(job.timeout),
         threads=settings.threads(job.threads) if job.threads is not None else _THREADS,
         progress=None if progress is None else callback_of(progress=progress, leads=base.rank == base.leader, title="reshard"),
-        spans=Spans(on=settings.spans()),
+        spans=Spans(on=settings.spans() == "on"),
     )
     check_translation(translation)
     views = None if translation is None else translation.views()

@@ -21,13 +21,13 @@ from ckpt.engine.load.fill import LoadJob, LoadOptions, accept, nothing
 from ckpt.errors import DeadlineError, GroupError, NotFoundError, RankFailedError, TornError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
-from ckpt.net.group import Job, current_group
+from ckpt.net.group import Job, group_of
 from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 from ckpt.settings import check_flags
 from ckpt.state.tensors import torch_dtype
-from ckpt.state.walk import check_state
+from ckpt.state.torch_objects import check_state
 from ckpt.telemetry.progress import ProgressCallback, callback_of, reported
 from ckpt.telemetry.spans import Spans
 
@@ -89,7 +89,7 @@ class Sink:
         check_flags(relay=relay, strict=strict, cast=cast)
         check_translation(translation)
         check_state(into)
-        base = current_group(job.process_group)
+        base = group_of(job)
         if layout is not None:
             check_layout(layout, base.ranks)
         self.address = address
@@ -159,7 +159,7 @@ class Sink:
         if newer_than is not None and not isinstance(newer_than, Version):
             raise UsageError(f"newer_than= is a version, not {newer_than!r}", where=self.address, hint="newer_than=sink.version")
         watcher = callback_of(progress=progress, leads=self._group.rank == self._group.leader, title=f"take {self.address}")
-        meter = TakeMeter(Spans(on=settings.spans()))
+        meter = TakeMeter(Spans(on=settings.spans() == "on"))
         with reported(watcher, meter.counts):
             return self._take_newest(newer_than, patience, meter)
 
@@ -276,7 +276,7 @@ class Sink:
             timeout=self._options.timeout,
             threads=self._options.threads,
             receiver=-1 - self._group.position,
-            local=machine() if settings.live_local() else None,
+            local=machine() if settings.live_local() == "on" else None,
             base=self._state_version.base,
             no_base=self._state_version.no_base,
             alive=call.check_failures,

@@ -26,15 +26,15 @@ from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.connections import ConnectionServer
-from ckpt.net.group import Job, current_group
+from ckpt.net.group import Job, group_of
 from ckpt.net.shared_memory import machine
 from ckpt.plan.layout.layout import Layout, check_layout
 from ckpt.settings import check_flags
 from ckpt.state.collect import collect
 from ckpt.state.shard_table import ShardCache
-from ckpt.state.walk import check_state
-from ckpt.telemetry.progress import ProgressCallback, Stall, callback_of, reported
-from ckpt.telemetry.spans import Spans
+from ckpt.state.torch_objects import check_state
+from ckpt.telemetry.progress import ProgressCallback, callback_of, reported
+from ckpt.telemetry.spans import Spans, Stall
 from ckpt.text import parse_json
 
 from .control import (
@@ -113,7 +113,7 @@ class Source:
         self._delta = delta
         self._timeout = settings.timeout(job.timeout)
         self._threads = settings.threads(job.threads)
-        base = current_group(job.process_group)
+        base = group_of(job)
         self._check_replicas = check_replicas and base.size > 1
         self._group = base.apart()
         if layout is not None:
@@ -253,7 +253,7 @@ class Source:
                 settle(last)
             except Exception as err:  # noqa: BLE001  raised below
                 earlier = err
-        spans = Spans(on=settings.spans())
+        spans = Spans(on=settings.spans() == "on")
         # What goes wrong on this rank alone has to end the call that the others make: a rank that left it out would be one call behind them
         # for ever. So this version is published, too, before this rank hears of the one before: others may have heard by its result.
         call = self._group.call("publish", self.address, self._timeout)

@@ -28,10 +28,12 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import xxhash
 
 from ckpt.concurrency import Pending, patience
 from ckpt.errors import DeadlineError, RankFailedError, error_to_json
@@ -39,7 +41,7 @@ from ckpt.telemetry.progress import RankSign, sign_interval
 from ckpt.text import parse_json
 
 from .broadcast_tree import PATIENCE
-from .channel import ControlChannel, NotSentError, Offers, Row, check_posted, error_of, failed_on, longest_pause, looks, parse_posted
+from .channel import ControlChannel, Row, check_posted, error_of, failed_on, longest_pause, looks, parse_posted
 from .liveness import FailureDetector, Members, silent
 
 R = TypeVar("R")
@@ -50,6 +52,109 @@ FIRST_SIGN = 1.0
 """Seconds of a call after which ranks say how far they are: most calls are over by then."""
 _DRAIN, _DRAIN_WITHOUT_DEAD = 2.0, 0.75
 """Seconds that a leader waits at the end of a call for ranks that may be dead, and where some are known to be."""
+
+
+# Bytes that the leader of a call may need, under their digests. They stay with the ranks, which tell their digests with their rows; the
+# leader asks for those that it does not know, each of one rank, all at once. What no other rank has, and the leader always needs, is left
+# in the store at once.
+#
+# Invariant: only the leader fetches what is offered, while it decides: all ranks then wait for its word, and give what it asks for.
+
+
+class NotSentError(Exception):
+    """Bytes are not there. ``positions``: the ranks that offered them."""
+
+    def __init__(self, positions: set[int]) -> None:
+        super().__init__()
+        self.positions = positions
+
+
+@dataclass(eq=False)
+class Offers:
+    """One rank's, in one call. ``channel`` is None for a single process."""
+
+    channel: ControlChannel | None
+    position: int
+    timeout: float
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    """What this rank shared, left, or fetched."""
+    _shared: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
+    """Digests that the next row tells."""
+    of_all: dict[int, Sequence[str]] = field(default_factory=dict)
+    """On the leader: digests by position."""
+    latest: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """The same of the last rows alone."""
+
+    def share(self, data: bytes) -> str:
+        """Have bytes ready for the leader, which asks for them if it needs them, and one rank only if several share equal ones. Gives
+        their digest."""
+        digest = xxhash.xxh3_128_hexdigest(data)
+        if digest not in self.blobs:
+            self.blobs[digest] = data
+            self._shared.append(digest)
+            self.new.append(digest)
+        return digest
+
+    def leave(self, data: bytes) -> str:
+        digest = xxhash.xxh3_128_hexdigest(data)
+        self.blobs[digest] = data
+        if self.channel is not None:
+            self.channel.give(digest, data)
+        return digest
+
+    def give(self, asks: Iterable[tuple[int, int, Sequence[int]]], channel: ControlChannel) -> None:
+        """Leave in the store what the leader asks this rank for."""
+        for digest in asked_of(asks, self.position, self._shared):
+            channel.give(digest, self.blobs[digest])
+
+    def fetch(self, digests: Iterable[str], alive: Callable[[], None] = lambda: None) -> None:
+        """Have bytes here that are not. ``alive`` is called while they do not come."""
+        lacking = {digest: None for digest in digests if digest not in self.blobs}
+        if not lacking:
+            return
+        if self.channel is None:
+            raise NotSentError(set())
+        if self.channel.said:  # who asks a second time would ask for one after another
+            lacking |= {digest: None for offered in self.latest.values() for digest in offered if digest not in self.blobs}
+        wanted: dict[str, int] = {}
+        for position, offered in self.of_all.items():
+            for digest in offered:
+                if digest in lacking:
+                    wanted.setdefault(digest, position)
+        if wanted:
+            self.channel.say(json.dumps({"asks": whom_to_ask(wanted, self.of_all)}).encode())
+        end = time.monotonic() + self.timeout
+        for _ in looks(1):
+            if self.channel.given(lacking):
+                break
+            alive()
+            if not wanted or time.monotonic() >= end:
+                raise NotSentError({wanted[d] for d in lacking if d in wanted and not self.channel.given([d])})
+        self.blobs.update(zip(lacking, self.channel.blobs(lacking), strict=True))
+
+
+def whom_to_ask(wanted: Mapping[str, int], offers: Mapping[int, Sequence[str]]) -> list[list[Any]]:
+    """The leader's word that asks for bytes: ``wanted`` has a position for each digest, ``offers`` the digests of each position.
+
+    All ranks read it, so it names no digests but their places among the offers of a rank, once for neighbours that are asked for the same
+    places: rows of the first position, how many there are, and the places."""
+    places: dict[int, list[int]] = {}
+    for digest, position in wanted.items():
+        places.setdefault(position, []).append(offers[position].index(digest))
+    rows: list[list[Any]] = []
+    for position in sorted(places):
+        asked = sorted(places[position])
+        if rows and (rows[-1][0] + rows[-1][1], rows[-1][2]) == (position, asked):
+            rows[-1][1] += 1
+        else:
+            rows.append([position, 1, asked])
+    return rows
+
+
+def asked_of(word: Iterable[tuple[int, int, Sequence[int]]], position: int, offers: Sequence[str]) -> list[str]:
+    """What the rank at ``position`` is asked for."""
+    return [offers[place] for first, count, places in word if first <= position < first + count for place in places]
 
 
 @dataclass(eq=False)
@@ -90,6 +195,7 @@ class Call:
         self._own_channel: Any = channel  # which is None only where nobody asks for it
         self._offers = Offers(channel, position, self.timeout)
         self.share = self._offers.share
+        self._slice = min(self.timeout / 8, max(1.0, group.size / 1024))  # seconds after which a rank that waits looks for signs of life
 
     @property
     def phase_name(self) -> str:
@@ -157,7 +263,8 @@ class Call:
         with self._channel() as channel:
             channel.say(word)
         self._decided = True
-        self._all_are_here()
+        if not self.overlaps:  # else ranks may not have left the calls before it, whose keys then have to stay
+            self.group.keys.settled(self.number)
         return decision
 
     def follow(self, row: Row) -> Any:
@@ -175,17 +282,13 @@ class Call:
         if "error" in word:
             raise error_of(self.kind, self._phase, word)
         self._decided = True
-        self._all_are_here()
+        if not self.overlaps:  # else ranks may not have left the calls before it, whose keys then have to stay
+            self.group.keys.settled(self.number)
         return word["found"]
 
     def _message(self, row: Row) -> bytes:
-        return json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": self._offers.new_digests()}).encode()
-
-    def _all_are_here(self) -> None:
-        """Every rank has come to this call."""
-        # Where none overlaps another, all have left those before it, whose keys may go.
-        if not self.overlaps:
-            self.group.keys.settled(self.number)
+        new, self._offers.new = self._offers.new, []
+        return json.dumps({"kind": self.kind, "url": self.url, "row": row, "offers": new}).encode()
 
     # ---- signs of life
 
@@ -306,13 +409,15 @@ class Call:
     def fetch(self, digest: str) -> bytes:
         """What is shared under this digest, on the leader while it decides; or what is left in the store, on any rank."""
         self.fetch_all([digest])
-        return self._offers.get(digest)
+        return self._offers.blobs[digest]
 
     def fetch_all(self, digests: Iterable[str]) -> None:
         """Fetch much at once, which takes hardly longer than one: ``fetch`` then has it. Where no rank hands it on, from the store."""
-        lacking = self._offers.lacking(digests)
+        lacking = [digest for digest in dict.fromkeys(digests) if digest not in self._offers.blobs]
+        if not lacking:
+            return
         if self.group.tree is not None and not self.is_leader:
-            self._offers.keep(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
+            self._offers.blobs.update(self.group.tree.get(lacking, self.check_failures, patience=self._patience, digests=True))
         with self._channel():
             self._offers.fetch(lacking, self.check_departed)
 
@@ -371,7 +476,7 @@ class Call:
 
     def _gather(self, channel: ControlChannel) -> dict[int, Row]:
         """The rows of all ranks, in their order."""
-        ranks, end = self.group.ranks, time.monotonic() + self._slice()
+        ranks, end = self.group.ranks, time.monotonic() + self._slice
         detector = FailureDetector(self.kind, self.url, self.timeout, ranks, channel.beats)
         here: list[int] = []
         for _ in looks(self.group.size // 16):
@@ -382,16 +487,18 @@ class Call:
             if time.monotonic() >= end:
                 self.heartbeat()
                 detector.check(set(range(len(ranks))).difference(here), self._phase)
-                end = time.monotonic() + self._slice()
+                end = time.monotonic() + self._slice
         posted = parse_posted(channel.rows(here))
         check_posted({ranks[position]: row for position, row in posted.items()}, self.kind, self.url, self._phase)
-        self._offers.hear({position: row["offers"] for position, row in posted.items()})
+        offers = self._offers
+        offers.latest = {position: row["offers"] for position, row in posted.items()}
+        offers.of_all = {position: [*offers.of_all.get(position, ()), *digests] for position, digests in offers.latest.items()}
         return {ranks[position]: row["row"] for position, row in posted.items()}
 
     def _await_word(self, channel: ControlChannel) -> Row:
         detector, end = (
             FailureDetector(self.kind, self.url, self.timeout, self.group.ranks, channel.beats),
-            time.monotonic() + self._slice(),
+            time.monotonic() + self._slice,
         )
         moments = looks(self.group.size)
         next(moments)
@@ -399,10 +506,26 @@ class Call:
             self.check_departed()
             if time.monotonic() >= end:
                 detector.check([0], self._phase)
-                end = time.monotonic() + self._slice()
+                end = time.monotonic() + self._slice
             next(moments)
         return word
 
-    def _slice(self) -> float:
-        """Seconds after which a rank that waits looks for signs of life."""
-        return min(self.timeout / 8, max(1.0, self.group.size / 1024))
+
+# The rows of all ranks, of which many are equal.
+
+
+def grouped(rows: Mapping[int, Row], key: str) -> list[tuple[str, list[int]]]:
+    """Digest and ranks, for each different digest."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, row in rows.items():
+        ranks_of.setdefault(row[key], []).append(rank)
+    return list(ranks_of.items())
+
+
+def grouped_parts(rows: Mapping[int, Row]) -> dict[str, list[int]]:
+    """The ranks by digest, for each different part of the ranks' tables."""
+    ranks_of: dict[str, list[int]] = {}
+    for digests, ranks in grouped(rows, "table"):
+        for digest in digests.split():
+            ranks_of.setdefault(digest, []).extend(ranks)
+    return ranks_of

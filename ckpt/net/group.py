@@ -133,13 +133,14 @@ class Job:
         return job
 
 
-def group_of(job: object) -> Group:
-    """The ranks that ``job=`` names. What is no Job counts as all ranks: ``Job.of`` refuses it where they hear of it."""
-    return current_group(job.process_group if isinstance(job, Job) else None)
-
-
 def current_group(process_group: ProcessGroup | None = None) -> Group:
     """The group of ``process_group``, of torch.distributed's world, or of this process alone if torch.distributed is not in use."""
+    return group_of(Job(process_group=process_group))
+
+
+def group_of(job: object) -> Group:
+    """The same for what a caller gives as ``job=``. What is no Job counts as all ranks: ``Job.of`` refuses it where they hear of it."""
+    process_group = job.process_group if isinstance(job, Job) else None
     dist: Any = sys.modules.get("torch.distributed")  # whoever uses it has imported it
     in_use = getattr(dist, "is_initialized", bool)()
     if process_group is not None and not (in_use and isinstance(process_group, dist.ProcessGroup)):

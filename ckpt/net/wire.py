@@ -29,7 +29,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
-from ckpt.text import address_text, parse_object, printable
+from ckpt.text import address_text, number_of, parse_object, printable
 
 from .endpoints import from_here, prepare, receive_exactly
 
@@ -412,9 +412,11 @@ def _is(value: Any, kind: Kind) -> bool:
 
 def _check_members(value: Mapping[Any, Any], kinds: Mapping[Any, Kind], at: str) -> None:
     for name, kind in kinds.items():
-        if name is str:
+        if name in (str, int):
             for each, member in value.items():
                 check(member, kind, f"{at}.{each!s:.40}")
+                if name is int:
+                    check(str(each), _is_number, at)
         elif name not in value:
             raise WrongMemberError(f"{at} has no {name!r}")
         else:
@@ -424,6 +426,13 @@ def _check_members(value: Mapping[Any, Any], kinds: Mapping[Any, Kind], at: str)
 def is_count(value: object) -> bool:
     """A number from 0 on."""
     return type(value) is int and value >= 0
+
+
+def _is_number(key: str) -> bool:
+    try:
+        return number_of(key) >= 0
+    except ValueError:
+        return False
 
 
 def is_seconds(value: object) -> bool:
@@ -484,7 +493,7 @@ def _kind_of(hint: Any) -> Kind:
     if origin is tuple:
         return [kind_of(arguments[0])] if arguments[-1] is ... else tuple(map(kind_of, arguments))
     if origin is Mapping:
-        return {str: kind_of(arguments[1])}
+        return {arguments[0]: kind_of(arguments[1])}
     if isinstance(hint, type) and (hints := _hints(hint)) is not None:
         return {name: kind_of(each) for name, each in hints.items()}
     kinds: dict[Any, Kind] = {int: is_count, float: is_seconds, NoneType: None}

@@ -140,7 +140,7 @@ LOG = "log"
 
 def folder() -> Path:
     """Where this process looks for its daemon: ``CKPT_MEMORY_DIR``, or a folder of the account."""
-    given = settings.text("CKPT_MEMORY_DIR")
+    given = settings.variable("CKPT_MEMORY_DIR") or None
     if given is not None:
         return Path(given).absolute()
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -149,7 +149,7 @@ def folder() -> Path:
 
 def given_budget() -> int | None:
     """The bytes of ``CKPT_MEMORY_BUDGET``, if it is set."""
-    text = settings.text("CKPT_MEMORY_BUDGET")
+    text = settings.variable("CKPT_MEMORY_BUDGET") or None
     try:
         return None if text is None else parse_size(text)
     except UsageError as err:
@@ -232,7 +232,7 @@ def open_lock(path: Path) -> int:
 
 def secret_of(path: Path, *, make: bool = False) -> str:
     """What peers of the daemon prove to each other that they know: ``CKPT_MEMORY_SECRET``, or what the folder's file has."""
-    given = settings.text("CKPT_MEMORY_SECRET")
+    given = settings.variable("CKPT_MEMORY_SECRET") or None
     if given is not None:
         return given
     file = path / _SECRET

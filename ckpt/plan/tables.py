@@ -332,20 +332,3 @@ def ranks_text(ranks: Sequence[int]) -> str:
 def _list_problems(what: str, problems: Sequence[str], limit: int = 20) -> str:
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n  ".join([f"{what}:", *problems[:limit], *more])
-
-
-def grouped(rows: Mapping[int, Mapping[str, Any]], key: str) -> list[tuple[str, list[int]]]:
-    """Digest and ranks, for each different digest."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, row in rows.items():
-        ranks_of.setdefault(row[key], []).append(rank)
-    return list(ranks_of.items())
-
-
-def grouped_parts(rows: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """The ranks by digest, for each different part of the ranks' tables."""
-    ranks_of: dict[str, list[int]] = {}
-    for digests, ranks in grouped(rows, "table"):
-        for digest in digests.split():
-            ranks_of.setdefault(digest, []).extend(ranks)
-    return ranks_of

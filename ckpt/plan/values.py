@@ -13,8 +13,7 @@ from ckpt.settings import check_flags
 
 from .match import Selection, globs_of_only
 from .tables import ranks_text
-from .tree import children_of, find, key_of
-from .tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, shorten, tag_of, text
+from .tree import MISSING, Missing, Node, child_path, children_of, find, items_of, key_of, mapping_node, pairs_of, shorten, tag_of, text
 
 Variants: TypeAlias = Sequence[tuple[Sequence[int], Node]]
 """Ranks, and the node that they have."""

@@ -111,6 +111,8 @@ class TrustFrozen:
         globs = [self.names] if isinstance(self.names, str) else list(self.names) if isinstance(self.names, Iterable) else []
         if not globs or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"TrustFrozen(names=) is a glob of names, or several, not {self.names!r}", hint='TrustFrozen(names="model.*")')
+        if not isinstance(self.names, str):
+            object.__setattr__(self, "names", tuple(globs))
         check_whole(self.hash_every, "TrustFrozen(hash_every)", 1, "TrustFrozen(hash_every=10)")
 
     def covers(self, name: str) -> bool:

@@ -26,13 +26,14 @@ from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.options import SaveArguments, SaveOptions, SaveReport, check_capture
 from ckpt.errors import CkptError, CoverageError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.commit import Branches
-from ckpt.net.group import Group, Job, current_group, warn_if_others_are_missing
+from ckpt.net.call import grouped
+from ckpt.net.group import Group, Job, current_group, group_of, warn_if_others_are_missing
 from ckpt.plan.layout.layout import check_layout
-from ckpt.plan.tables import grouped, ranks_text
+from ckpt.plan.tables import ranks_text
 from ckpt.policies import All, Anchor, Best, EverySteps, KeepPolicy, SavePolicy, TrustFrozen
 from ckpt.policies.both import check_arguments
 from ckpt.settings import check_positive
-from ckpt.state.walk import check_state, plain_parameters
+from ckpt.state.torch_objects import check_state, plain_parameters
 from ckpt.telemetry.progress import callback_of
 from ckpt.telemetry.spans import Row
 from ckpt.text import url_text
@@ -135,8 +136,8 @@ class Checkpointer:
         callback_of(progress=self._progress, leads=False, title="")  # whether it is one
         check_capture(capture, staging_bytes)
         self._job = Job.of(arguments.get("job"))
-        self._group = current_group(self._job.process_group)
-        if settings.text("CKPT_PROVE") is not None:
+        self._group = group_of(self._job)
+        if settings.variable("CKPT_PROVE"):
             from ckpt.testing.witness import attended
 
             self._witness, root = attended(root, self._group, options.layout, joint=member is not None)
@@ -157,12 +158,13 @@ class Checkpointer:
             self._memory = SaveSchedule(memory.every, self._group, self._timeout)
         self._lineage = Lineage(self._tiers.later.look, lambda n, why: self._reporter.alert("unrestored", n, self._place(n), why))
         published = local is not None and memory is None
-        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=published, keeps_log=settings.run_log())
+        self._reporter = Reporter(root, self._group, on_event, alerts=alerts, tiers=published, keeps_log=settings.run_log() == "on")
         self._tiers.report_to(self._reporter, self._on_published)
         if self._joint is not None:
             self._joint.reporter = self._reporter
-            if self._tiers.uploader is not None:
-                self._tiers.uploader.check = self._joint.check_not_restarted
+        if self._tiers.uploader is not None:
+            alone = partial(self._tiers.later.check_no_member, asked=True)
+            self._tiers.uploader.check = alone if self._joint is None else self._joint.check_not_restarted
         leads = self._group.rank == self._group.leader
         self._failed_saves, self._failed_publishing = (FailedSaves(give_up_after, leads=leads) for _ in range(2))
         self._patience = self._timeout if publish_timeout is None else publish_timeout
@@ -487,13 +489,16 @@ class Checkpointer:
         """The state and the options of a save that is to begin, of which no other rank knows yet."""
         if self._joint is not None:
             self._joint.begin(n)
-        made = state_of(state)
+        made, given = state_of(state), self._options
+        # Mirrors make the same files: not of replicas that may differ, nor of chunks that each rank codes or refers to as it sees fit.
+        # Then all copies go over the network.
+        mirrored = self._tiers.spread is not None and given.check_replicas and given.codec is None and not given.reusable
         options = replace(
-            self._bases.of(self._place(n), self._options),
+            self._bases.of(self._place(n), given),
             metrics=metric_values(metrics),
             earlier=partial(self._earlier, n) if self._tiers.uploader is not None or self._joint is not None else None,
             branches=partial(self._branches, n),
-            placement=self._tiers.spread.placement if self._tiers.spread is not None else None,
+            mirrors=self._tiers.spread.placement if self._tiers.spread is not None and mirrored else None,
             progress=callback_of(progress=self._progress, leads=self._group.rank == self._group.leader, title=f"save {self._place(n)}"),
         )
         wait_for_pending_save(self._group)

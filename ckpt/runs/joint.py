@@ -35,15 +35,14 @@ from datetime import datetime, timezone
 from typing import Any
 
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
-from ckpt.formats.native.commit import COMMIT_PATH, JOINT, WRITER, CommitRecord, MemberCheckpoint, new_id, now, read_record
+from ckpt.formats.native.commit import COMMIT_PATH, JOINT, CommitRecord, MemberCheckpoint, new_id, read_record
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
-from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import KeepPolicy, retention
 from ckpt.text import parse_object
 
 from .lineage import branches_after
-from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, joint_steps, member_path
+from .members import Attendance, Generation, JointOutcome, Mark, MemberChanges, State, joint_steps, member_path, members_problem
 from .removal import infos, remove_steps
 from .step_listing import Step, check_release, directory_name, list_steps, step_name, step_url
 
@@ -192,7 +191,7 @@ class JointRun:
             check_release([s])
             if s not in steps and not s.damaged:
                 continue
-            problem = s.reason or seen.refused.get(s.id or "") or self._problem(s.members)
+            problem = s.reason or seen.refused.get(s.id or "") or members_problem(self._backend, s.members)
             if problem is not None:
                 log.warning("%s is passed over: %s", s.url, problem)
                 failed.append(f"{directory_name(s)}: {problem}")
@@ -207,17 +206,6 @@ class JointRun:
         if step is not None:
             raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` shows what is there")
         return replace(seen, decided=True, step=None, checkpoints={})
-
-    def _problem(self, members: Mapping[str, MemberCheckpoint]) -> str | None:
-        """Why a joint step cannot be loaded, as far as the records of its members say. What another release wrote is a FormatError."""
-        for name, checkpoint in members.items():
-            try:
-                id = committed_id(self._backend, f"{checkpoint.path}/")
-            except CorruptError as err:
-                return f"the checkpoint of {name} is damaged: {err.message}"
-            if id != checkpoint.id:
-                return f"the checkpoint of {name} is {'gone' if id is None else 'another one'}: {checkpoint.path}"
-        return None
 
     def _checkpoints(self, step: Step, changes: MemberChanges) -> dict[str, MemberCheckpoint]:
         """Of a step, by the names that the members have now."""
@@ -387,8 +375,6 @@ class JointRun:
     def _new_record(self, generation: Generation, marks: Mapping[str, Mark], n: int, given_up: str | None = None) -> CommitRecord:
         return CommitRecord(
             id=new_id(generation.id, *(mark.id for mark in marks.values())),
-            created=now(),
-            writer=WRITER,
             world_size=sum(mark.ranks for mark in marks.values()),
             features=(JOINT,),
             index={},
@@ -478,8 +464,7 @@ class JointRun:
 
     def _marks(self, path: str) -> dict[str, Mark]:
         """By member; of several the one with the highest id."""
-        names = sorted(name for name in self._backend.list_dir(path) if name.count("-") == 3 and not name.startswith("."))
-        return {mark.member: mark for mark in map(Mark.of, names)}
+        return {mark.member: mark for mark in Mark.all_of(sorted(self._backend.list_dir(path)))}
 
     def _read(self) -> tuple[bytes | None, Generation | None]:
         self._backend.evict(GENERATION_PATH)

@@ -12,6 +12,7 @@ from ckpt.errors import AccessError, CorruptError, FormatError, NotFoundError, U
 from ckpt.formats.native.commit import COMMIT_PATH, WRITER, Branches, CommitRecord, MemberCheckpoint, read_record
 from ckpt.formats.native.paths import is_there, split_url, step_number
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
+from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.wire import check, decoded, encoded, kind_of
@@ -79,9 +80,9 @@ class MemberChanges:
     """How the members of a run differ from those that have saved the step which it goes on from. ``added`` ones have no checkpoint there,
     ``dropped`` ones are left out, and ``renamed`` maps the name of a member to the one that it had."""
 
-    added: Sequence[str] = ()
-    dropped: Sequence[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
+    added: Sequence[str] = field(default=(), hash=False)
+    dropped: Sequence[str] = field(default=(), hash=False)
+    renamed: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +92,9 @@ class JointOutcome:
     step: int
     url: str
     given_up: str | None = None
+
+
+_MARK = re.compile(rf"({_NAME.pattern})-([0-9a-z]+)-(0|[1-9][0-9]*)-(0|[1-9][0-9]*)")
 
 
 class Mark(NamedTuple):
@@ -105,9 +109,10 @@ class Mark(NamedTuple):
         return "-".join(map(str, self))
 
     @classmethod
-    def of(cls, name: str) -> Mark:
-        member, id, ranks, nbytes = name.split("-")
-        return cls(member, id, int(ranks), int(nbytes))
+    def all_of(cls, names: Iterable[str]) -> list[Mark]:
+        """Those that are among these names; another program's file is none."""
+        matches = [_MARK.fullmatch(name) for name in names]
+        return [cls(m[1], m[2], int(m[3]), int(m[4])) for m in matches if m is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,19 @@ def joint_steps(backend: Backend, root: str) -> list[Step]:
     return in_order(read_steps(backend, root, [name for name in names if step_number(name) is not None]).values())
 
 
+def members_problem(backend: Backend, members: Mapping[str, MemberCheckpoint]) -> str | None:
+    """Why a joint step of the run of ``backend`` cannot be loaded, as far as the records of its members say. What another release wrote is
+    a FormatError."""
+    for name, checkpoint in members.items():
+        try:
+            id = committed_id(backend, f"{checkpoint.path}/")
+        except CorruptError as err:
+            return f"the checkpoint of {name} is damaged: {err.message}"
+        if id != checkpoint.id:
+            return f"the checkpoint of {name} is {'gone' if id is None else 'another one'}: {checkpoint.path}"
+    return None
+
+
 def check_no_member(run: str) -> None:
     """Raise UsageError if a job that saves by itself would save to the directory of a member, whose steps are those of all members."""
     try:  # one request, and no listing of what may be thousands of other runs
@@ -186,7 +204,7 @@ def joint_uses(run: str, steps: Sequence[Step]) -> dict[str, str]:
     uses = {} if damaged is None else {s.id: f"../{damaged}, whose record is damaged" for s in steps if s.id is not None}
     for s in joint:
         awaited = backend.list_prefix(f"{directory_name(s)}/{MARKS}/") if s.prepared else ()
-        marks = [Mark.of(name) for entry in awaited if (name := entry.path.rpartition("/")[2]).count("-") == 3]
+        marks = Mark.all_of(entry.path.rpartition("/")[2] for entry in awaited)
         ids = [c.id for c in s.members.values() if c.path.startswith(f"{member}/")] + [m.id for m in marks if m.member == member]
         uses |= dict.fromkeys(ids, f"../{directory_name(s)}")
     return uses

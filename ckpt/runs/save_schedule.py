@@ -26,7 +26,7 @@ from ckpt.errors import UsageError, storage_failed
 from ckpt.net.group import Due, Group, StepAgreement
 from ckpt.policies import Moment, SaveCost, SavePolicy
 from ckpt.settings import check_whole
-from ckpt.state.walk import check_state
+from ckpt.state.torch_objects import check_state
 
 if TYPE_CHECKING:
     from ckpt.engine.save.background import BackgroundStats

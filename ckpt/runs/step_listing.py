@@ -353,12 +353,16 @@ def stored_sizes(steps: Sequence[Step]) -> dict[str, int]:
 
 
 def _size_of(step: Step) -> int | None:
-    backend = open_backend(step.url)
     if step.members:  # whose checkpoints lie beside this one
         run = step.url.rstrip("/").rpartition("/")[0]
-        return sum(_committed_size(open_backend(join_url(run, c.path))) or 0 for c in step.members.values())
+        return sum(_size_at(join_url(run, c.path), committed=True) or 0 for c in step.members.values())
+    return _size_at(step.url, committed=step.committed)
+
+
+def _size_at(url: str, *, committed: bool) -> int | None:
+    backend = open_backend(url)
     try:
-        return _committed_size(backend) if step.committed else sum(entry.size for entry in backend.list_prefix())
+        return _committed_size(backend) if committed else sum(entry.size for entry in backend.list_prefix())
     except NotFoundError:
         return None
     except (CorruptError, FormatError):  # the index, not the record: the listing of the run takes only records into account

@@ -302,11 +302,11 @@ class BeginFrom:
 
     url: str | os.PathLike[str]
     step: int | None = None
-    only: str | Sequence[str] | None = None
-    rename: Mapping[str, str] | None = None
+    only: str | Sequence[str] | None = field(default=None, hash=False)
+    rename: Mapping[str, str] | None = field(default=None, hash=False)
     strict: bool | None = None
     cast: bool | None = None
-    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = field(default=None, hash=False)
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | BeginFrom) -> BeginFrom:
@@ -361,7 +361,7 @@ class RestoredFrom:
 
     step: int
     url: str | None
-    sources: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         where = self.url if self.url is not None else f"step {self.step}, which only this job can open"

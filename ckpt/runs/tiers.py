@@ -104,16 +104,17 @@ class Tiers:
         ids = self._last_seen, self.nearer.earlier(n) if self.nearer is not None else None
         return max((id for id in ids if id is not None), default=None)
 
-    def check_no_member(self) -> None:
-        """Before a job that saves by itself saves to the root, until the root has answered: it is none of a run of several jobs."""
+    def check_no_member(self, *, asked: bool = False) -> None:
+        """Until the root has answered: it is no directory of a member of a run of several jobs. Asked before a job that saves by itself
+        saves, where a root that does not answer is passed over; and with ``asked`` before it publishes what it has saved meanwhile."""
 
         def ask() -> bool:
             check_no_member(self.root)
             return True
 
         if not self._no_member:
-            answer = ask() if self.local is None else self._asked(ask, f"whether {self.root} is of a run of several jobs")
-            self._no_member = answer is not None
+            there = self.local is None or asked
+            self._no_member = bool(ask() if there else self._asked(ask, f"whether {self.root} is of a run of several jobs"))
 
     def look(self) -> list[Step]:
         """As :meth:`run`, for a save: with a local tier it takes a few seconds at most, and is without what the root has if that does not

@@ -56,7 +56,8 @@ class Uploader:
         self.failed: Callable[[int | None, BaseException], object] = lambda step, error: None
         """Told on the leader of what was published, and of tries that failed."""
         self.check: Callable[[], None] = lambda: None
-        """Raises, on the leader and right before a commit, if another process has taken this job's place."""
+        """Raises, on the leader, before files are copied and again right before a commit, if this job may not publish: another process has
+        taken its place, or the root is not its own."""
         self._tiers = tiers
         self._group = group.apart()
         self._timeout = timeout
@@ -190,6 +191,7 @@ class Uploader:
             self._tiers.busy = behind[0].id if behind else None
         if not behind:
             return {"behind": [], "step": None, "id": None}
+        self.check()
         name = behind[0].url.rstrip("/").rpartition("/")[2]
         open_backend(join_url(self._tiers.root, name)).prepare()
         return {"behind": [s.number for s in reversed(behind)], "step": behind[0].number, "id": behind[0].id, "name": name}

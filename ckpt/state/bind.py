@@ -18,8 +18,7 @@ from ckpt.errors import MismatchError, StateError
 from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.match import Selection, enclosing_module
-from ckpt.plan.tree import join
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node, join
 
 from . import lazy
 from .bind_optimizers import OptimizerBinder
@@ -28,8 +27,19 @@ from .flat_parameters import EngineState, partition_again, refresh, reshard
 from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import NamedValues, Sharded, is_named, merge, place, same_boxes
 from .targets import Binder, Binding, Setter, inline_only
-from .torch_objects import ParamNames, copies_of, frozen_beside, is_frozen, is_offloaded, names_in, params_of, refuse_zero, tensors_of
-from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, scan_state, state_of, values_in
+from .torch_objects import (
+    ParamNames,
+    copies_of,
+    frozen_beside,
+    is_frozen,
+    is_offloaded,
+    names_in,
+    params_of,
+    refuse_zero,
+    scan_state,
+    tensors_of,
+)
+from .walk import Compound, PerRank, StatefulObject, is_stateful, restore_in_place, state_of, values_in
 
 if TYPE_CHECKING:
     import torch

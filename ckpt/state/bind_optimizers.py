@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ckpt.catalog import TensorEntry
 from ckpt.errors import MismatchError
 from ckpt.plan import tree
-from ckpt.plan.tree import join
-from ckpt.plan.tree_decoding import MISSING, Node
+from ckpt.plan.tree import MISSING, Node, join
 from ckpt.plan.values import CLASS
 
 from . import lazy

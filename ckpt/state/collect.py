@@ -15,8 +15,7 @@ from ckpt.errors import CoverageError, StateError
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.tree import encode, join, leaves
-from ckpt.plan.tree_decoding import Node, child_path, mapping_node, pairs_of, tag_of
+from ckpt.plan.tree import Node, child_path, encode, join, leaves, mapping_node, pairs_of, tag_of
 from ckpt.plan.values import REPLICA, StatePart
 
 from . import lazy
@@ -40,9 +39,10 @@ from .torch_objects import (
     names_in,
     params_of,
     refuse_zero,
+    scan_state,
     tensors_of,
 )
-from .walk import Compound, PerRank, is_stateful, scan_state, state_of
+from .walk import Compound, PerRank, is_stateful, state_of
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,7 @@ from ckpt.plan import tree
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node
 
 from . import lazy
 

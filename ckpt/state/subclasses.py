@@ -18,7 +18,7 @@ from ckpt.errors import LayoutError, StateError
 from ckpt.plan import tree
 from ckpt.plan.layout.placements import Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node
 from ckpt.plan.values import CLASS
 
 from . import lazy

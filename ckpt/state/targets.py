@@ -17,7 +17,7 @@ from ckpt.errors import CorruptError, FormatError, MismatchError, StateError
 from ckpt.needs import require_torch
 from ckpt.plan import tree
 from ckpt.plan.match import Selection, misfit
-from ckpt.plan.tree_decoding import MISSING, OF_TORCH, Node
+from ckpt.plan.tree import MISSING, OF_TORCH, Node
 from ckpt.plan.values import CLASS, Nodes, made_of_others
 
 from . import lazy

@@ -4,15 +4,20 @@ name, never by index, and parameter groups as options of named parameters. And t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ckpt.errors import MismatchError, StateError
-from ckpt.plan.tree_decoding import MISSING, Missing, Node, child_path, items_of, mapping_node, pairs_of, refers, tag_of
+import xxhash
+
+from ckpt import units
+from ckpt.errors import MismatchError, StateError, UsageError
+from ckpt.plan.layout.mesh import Mesh
+from ckpt.plan.tree import MAX_DEPTH, MISSING, Missing, Node, child_path, items_of, join, mapping_node, pairs_of, refers, tag_of
 from ckpt.plan.values import LABEL, StatePart
 
 from . import lazy
+from .dtensor import dtensor_types, in_order, is_dtensor
 from .flat_parameters import FSDP1, FlatPart, engine_parts, expert_paths, flat_parts, is_of_deepspeed, module_of, own_tensors, owners_of
 from .tensors import local_of
 from .walk import values_in
@@ -20,6 +25,7 @@ from .walk import values_in
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -36,14 +42,6 @@ class ModuleTensors:
     extra: dict[str, object] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     """Submodule of each tensor or extra state."""
-
-    def add(self, name: str, attribute: str, value: object, owner: nn.Module) -> None:
-        """What ``owner`` has in its ``state_dict`` under ``attribute``."""
-        self.owners[name] = owner
-        if isinstance(value, lazy.Tensor) and attribute != "_extra_state":
-            self.tensors[name] = value
-        else:
-            self.extra[name] = value
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -67,40 +65,48 @@ def clean_name(name: str) -> str:
 def tensors_of(module: nn.Module) -> ModuleTensors:
     """Everything that ``module.state_dict()`` would have, without copying."""
     module = unwrap(module)
-    module_tensors = ModuleTensors()
-    owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
-    fsdp = sys.modules.get(FSDP1)
+    parts, fsdp = ModuleTensors(), sys.modules.get(FSDP1)
+    entries: Iterable[tuple[str, str, object, nn.Module]]
     if fsdp is not None and any(isinstance(m, fsdp.FullyShardedDataParallel) for m in module.modules()):
-        return _of_flat(module, flat_parts(module), {})
-    if "deepspeed" in sys.modules and (parts := engine_parts(module)):
-        return _of_flat(module, parts, expert_paths(module))
-    for key, value in module.state_dict(keep_vars=True).items():
-        name = clean_name(key)
-        prefix, _, attribute = name.rpartition(".")
-        while prefix not in owners:  # a module may add names of several segments, as ``weight.absmax``
-            prefix = prefix.rpartition(".")[0]
-        module_tensors.add(name, attribute, value, owners[prefix])
-    return module_tensors
+        entries = _of_flat(module, flat_parts(module), {}, parts.flat)
+    elif "deepspeed" in sys.modules and (flat := engine_parts(module)):
+        entries = _of_flat(module, flat, expert_paths(module), parts.flat)
+    else:
+        entries = []
+        owners = {clean_name(name): owner for name, owner in module.named_modules(remove_duplicate=False)}  # what is wrapped comes last
+        for key, value in module.state_dict(keep_vars=True).items():
+            name = clean_name(key)
+            prefix, _, attribute = name.rpartition(".")
+            while prefix not in owners:  # a module may add names of several segments, as ``weight.absmax``
+                prefix = prefix.rpartition(".")[0]
+            entries.append((name, attribute, value, owners[prefix]))
+    for name, attribute, value, owner in entries:
+        parts.owners[name] = owner
+        if isinstance(value, lazy.Tensor) and attribute != "_extra_state":
+            parts.tensors[name] = value
+        else:
+            parts.extra[name] = value
+    return parts
 
 
-def _of_flat(module: nn.Module, flat: Mapping[tuple[int, str], FlatPart], paths: Mapping[str, str]) -> ModuleTensors:
-    """The same where FSDP version 1 wraps it or a part of it, whose ``state_dict`` would gather everything, or DeepSpeed. ``paths`` of
-    submodules lead to others in the whole model, and so do those below them."""
-    module_tensors = ModuleTensors()
+def _of_flat(
+    module: nn.Module, parts: Mapping[tuple[int, str], FlatPart], paths: Mapping[str, str], flat: dict[str, FlatPart]
+) -> Iterator[tuple[str, str, object, nn.Module]]:
+    """Name, attribute, value and owner of all else where FSDP version 1 wraps a module or a part of it, whose ``state_dict`` would gather
+    everything, or DeepSpeed; ``flat`` takes the ``parts`` by name. ``paths`` of submodules lead to others in the whole model, and so do
+    those below them."""
     of_module: dict[int, dict[str, FlatPart]] = {}
-    for (number, attribute), part in flat.items():
+    for (number, attribute), part in parts.items():
         of_module.setdefault(number, {})[attribute] = part
     for path, owner in module.named_modules(remove_duplicate=False):
         local = next((p for p in paths if f"{path}.".startswith(f"{p}.")), "")
         start = clean_name(paths[local] + path.removeprefix(local) if local else path)
         start += "." if start else ""
-        parts = of_module.get(id(owner), {})
-        module_tensors.flat |= {start + attribute: part for attribute, part in parts.items()}
+        own = of_module.get(id(owner), {})
+        flat |= {start + attribute: part for attribute, part in own.items()}
         for key, value in own_tensors(owner):
-            if key in parts:
-                continue  # FSDP shows the parameter, or what it gathered of it
-            module_tensors.add(clean_name(start + key), key, value, owner)
-    return module_tensors
+            if key not in own:  # else FSDP shows the parameter, or what it gathered of it
+                yield clean_name(start + key), key, value, owner
 
 
 def added_by(module: nn.Module, parts: ModuleTensors) -> list[str]:
@@ -136,6 +142,89 @@ def is_offloaded(module: nn.Module) -> bool:
     for each forward pass, whatever it has by then. Its own tensors are on the meta device between."""
     hooks = (hook for m in module.modules() if (hook := getattr(m, "_hf_hook", None)) is not None)
     return any(getattr(each, "offload", False) for hook in hooks for each in getattr(hook, "hooks", (hook,)))
+
+
+# One look over the containers of a state before they are walked: whether that can be, and which modules, optimizers and meshes are in them.
+#
+# Of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
+
+_CONTAINERS = (dict, list, tuple)
+
+
+@dataclass(eq=False, slots=True)
+class StateScan:
+    """``modules`` and ``optimizers`` with their paths; ``meshes`` of all DTensors, as ``in_order`` gives them."""
+
+    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
+    meshes: tuple[Mesh, ...] = ()
+
+
+def check_state(state: object) -> None:
+    if not isinstance(state, dict):
+        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
+
+
+def scan_state(state: object) -> StateScan:
+    check_state(state)
+    assert isinstance(state, dict)
+    scan = StateScan()
+    meshes: dict[int, DeviceMesh] = {}
+    _look(state, "", frozenset(), scan, meshes)
+    if meshes:
+        scan.meshes = in_order(meshes.values())
+    return scan
+
+
+def plain_parameters(state: object) -> dict[str, str]:
+    """What ranks compare of the modules' plain parameters, which every rank has that no layout is given for: a digest of their names, and
+    what to say of them. Empty if a library's engine knows where they lie."""
+    modules = scan_state(state).modules
+    if any(type(module).__module__.startswith("deepspeed") for _, module in modules):
+        return {}
+    names = [
+        join(path, name)
+        for path, module in modules
+        for name, p in module.named_parameters()
+        if type(p) in lazy.PLAIN and not hasattr(p, "global_shape") and not hasattr(p, "__create_chunk_list__")
+    ]
+    shown = f"{units.plural(len(names), 'parameter')} from {names[0]} to {names[-1]}" if names else "none"
+    return {"parameters": xxhash.xxh3_64_hexdigest("\n".join(sorted(names)).encode()), "shown": shown}
+
+
+def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes: dict[int, DeviceMesh]) -> None:
+    if id(value) in around:
+        raise StateError(f"{_shown(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
+    if len(around) >= MAX_DEPTH:
+        raise StateError(f"{_shown(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
+    values = value.values() if isinstance(value, dict) else value
+    with_mesh = dtensor_types()
+    known = (*_CONTAINERS, lazy.Module, lazy.Optimizer, *with_mesh)
+    telling = {kind for kind in {*map(type, values)} if issubclass(kind, known)}
+    if not telling:
+        return
+    inside = around | {id(value)}
+    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+        if type(child) not in telling:
+            continue
+        tensors: Iterable[object] = ()
+        if isinstance(child, lazy.Module):
+            tensors = (*child.parameters(), *child.buffers()) if with_mesh else ()
+            scan.modules.append((join(path, key), child))
+        elif isinstance(child, lazy.Optimizer):
+            scan.optimizers.append((join(path, key), child))
+            tensors = (param for group in child.param_groups for param in group["params"]) if with_mesh else ()
+        elif isinstance(child, _CONTAINERS):
+            _look(child, join(path, key), inside, scan, meshes)
+        else:
+            tensors = (child,)
+        for tensor in tensors:
+            if type(tensor) not in lazy.PLAIN and is_dtensor(tensor):
+                meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
+
+
+def _shown(path: str) -> str:
+    return f"the value at {path[:79]!r}{'…' * (len(path) > 79)}"
 
 
 # Takes a part of a state while it is collected: which tensors, and what is left of the nodes of all else.

@@ -1,110 +1,20 @@
-"""What is in a state besides tensors, modules and optimizers: containers, objects with a ``state_dict``, values that differ between ranks.
-And one look over the containers before they are walked: whether that can be, and which modules, optimizers and meshes are in them.
-
-In that look, of a container's values only those are looked at whose class may hide something: a dict may have many thousand tensors.
-"""
+"""What is in a state besides tensors, modules and optimizers: objects with a ``state_dict``, values that differ between ranks."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import xxhash
-
-from ckpt import units
-from ckpt.errors import MismatchError, StateError, UsageError
-from ckpt.plan.layout.mesh import Mesh
-from ckpt.plan.tree import join
-from ckpt.plan.tree_decoding import MAX_DEPTH, SCALARS, Node
-
-from . import lazy
-from .dtensor import dtensor_types, in_order, is_dtensor
+from ckpt.errors import MismatchError, StateError
+from ckpt.plan.tree import SCALARS, Node, join
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
+    pass
 
 _CONTAINERS = (dict, list, tuple)
-
-
-@dataclass(eq=False, slots=True)
-class StateScan:
-    """``modules`` and ``optimizers`` with their paths; ``meshes`` of all DTensors, as :func:`.meshes.in_order` gives them."""
-
-    modules: list[tuple[str, nn.Module]] = field(default_factory=list)
-    optimizers: list[tuple[str, Optimizer]] = field(default_factory=list)
-    meshes: tuple[Mesh, ...] = ()
-
-
-def check_state(state: object) -> None:
-    if not isinstance(state, dict):
-        raise UsageError(f"the state must be a dict, not {type(state).__name__}", hint='pass {"model": model, "optimizer": optimizer}')
-
-
-def scan_state(state: object) -> StateScan:
-    check_state(state)
-    assert isinstance(state, dict)
-    scan = StateScan()
-    meshes: dict[int, DeviceMesh] = {}
-    _look(state, "", frozenset(), scan, meshes)
-    if meshes:
-        scan.meshes = in_order(meshes.values())
-    return scan
-
-
-def plain_parameters(state: object) -> dict[str, str]:
-    """What ranks compare of the modules' plain parameters, which every rank has that no layout is given for: a digest of their names, and
-    what to say of them. Empty if a library's engine knows where they lie."""
-    modules = scan_state(state).modules
-    if any(type(module).__module__.startswith("deepspeed") for _, module in modules):
-        return {}
-    names = [
-        join(path, name)
-        for path, module in modules
-        for name, p in module.named_parameters()
-        if type(p) in lazy.PLAIN and not hasattr(p, "global_shape") and not hasattr(p, "__create_chunk_list__")
-    ]
-    shown = f"{units.plural(len(names), 'parameter')} from {names[0]} to {names[-1]}" if names else "none"
-    return {"parameters": xxhash.xxh3_64_hexdigest("\n".join(sorted(names)).encode()), "shown": shown}
-
-
-def _look(value: Any, path: str, around: frozenset[int], scan: StateScan, meshes: dict[int, DeviceMesh]) -> None:
-    if id(value) in around:
-        raise StateError(f"{_shown(path)} contains itself: {type(value).__name__}", hint="remove the reference that leads back")
-    if len(around) >= MAX_DEPTH:
-        raise StateError(f"{_shown(path)} lies more than {MAX_DEPTH} containers deep", hint="flatten the state")
-    values = value.values() if isinstance(value, dict) else value
-    with_mesh = dtensor_types()
-    known = (*_CONTAINERS, lazy.Module, lazy.Optimizer, *with_mesh)
-    telling = {kind for kind in {*map(type, values)} if issubclass(kind, known)}
-    if not telling:
-        return
-    inside = around | {id(value)}
-    for key, child in value.items() if isinstance(value, dict) else enumerate(value):
-        if type(child) not in telling:
-            continue
-        tensors: Iterable[object] = ()
-        if isinstance(child, lazy.Module):
-            tensors = (*child.parameters(), *child.buffers()) if with_mesh else ()
-            scan.modules.append((join(path, key), child))
-        elif isinstance(child, lazy.Optimizer):
-            scan.optimizers.append((join(path, key), child))
-            tensors = (param for group in child.param_groups for param in group["params"]) if with_mesh else ()
-        elif isinstance(child, _CONTAINERS):
-            _look(child, join(path, key), inside, scan, meshes)
-        else:
-            tensors = (child,)
-        for tensor in tensors:
-            if type(tensor) not in lazy.PLAIN and is_dtensor(tensor):
-                meshes.setdefault(id(tensor.device_mesh), tensor.device_mesh)
-
-
-def _shown(path: str) -> str:
-    return f"the value at {path[:79]!r}{'…' * (len(path) > 79)}"
 
 
 def values_in(value: object, path: str) -> Iterator[tuple[str, object]]:

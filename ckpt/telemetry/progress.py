@@ -10,16 +10,13 @@ Times are seconds, and only differences of one clock are ever taken.
 from __future__ import annotations
 
 import logging
-import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache, partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from ckpt.errors import UsageError
@@ -144,44 +141,6 @@ def printable_host(name: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in printable(text, one_line=True)[:HOST])
 
 
-@dataclass(eq=False)
-class SaveMeter:
-    """Counts bytes. Threads of the save add to it; ``ckpt watch``, a handle and a progress callback read it.
-
-    It refers to nothing of the save, so whoever reads it does not keep the state's memory.
-    """
-
-    phase: int = BEGIN
-    total: int = 0
-    """Bytes of this rank's chunks, as they are in memory."""
-    staged: bool = False
-    """Whether they are captured before they are written."""
-    captured: int = 0
-    written: int = 0
-    saved: int = 0
-    """Bytes that a codec has made unnecessary to write."""
-    host: str = field(default_factory=lambda: printable_host(socket.gethostname()))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, *, captured: int = 0, written: int = 0, saved: int = 0) -> None:
-        with self._lock:
-            self.captured += captured
-            self.written += written
-            self.saved += saved
-
-    @property
-    def done(self) -> int:
-        """Bytes of the state that need no more work of this rank's writers."""
-        return min(self.written + self.saved, self.total)
-
-    def sign(self, count: int) -> RankSign:
-        """What this rank says of itself in its sign number ``count``."""
-        phase, done = self.phase, self.done if self.phase != BEGIN else 0
-        if phase >= WRITE and not done and self.staged and self.captured < self.total:
-            phase, done = CAPTURE, self.captured
-        return RankSign(count=count, phase=phase, done=done, total=self.total, host=self.host)
-
-
 # --------------------------------------------------------------------------------------------------------------- the leader
 
 
@@ -295,8 +254,7 @@ def _value(name: str, value: Any) -> Any:
     return value
 
 
-# Tells a caller how far a save or a load is, and how long training was held up: a function of bytes done and bytes in all, or a bar on the
-# terminal. No torch.
+# Tells a caller how far a save or a load is: a function of bytes done and bytes in all, or a bar on the terminal. No torch.
 #
 # A thread looks at the counters ten times a second and calls the function. So no thread that moves bytes ever waits for it, and it need not
 # be safe for several threads. Where nobody asks, there is no thread. A function that raises is not called again; one that hangs is left
@@ -395,42 +353,3 @@ class _Reporter:
         except Exception:  # whoever watches must not harm what is watched
             self._failed = True
             log.warning("the progress callback has raised, and is not called again", exc_info=True)
-
-
-# How long training was held up by one save.
-
-
-class Stall:
-    """A sum of stretches of time in which training waited: ``with stall: …``. Thread-safe; what overlaps counts once.
-
-    A stretch that is going on counts up to now, so whoever asks while a rank still waits hears of it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting = 0
-        self._since = 0.0
-        self._sum = 0.0
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._waiting == 0:
-                self._since = time.perf_counter()
-            self._waiting += 1
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._lock:
-            self._waiting -= 1
-            if self._waiting == 0:
-                self._sum += time.perf_counter() - self._since
-
-    def add(self, seconds: float) -> None:
-        """A stretch that somebody else has measured, and that overlaps no other."""
-        with self._lock:
-            self._sum += seconds
-
-    @property
-    def seconds(self) -> float:
-        """So far."""
-        with self._lock:
-            return self._sum + (time.perf_counter() - self._since if self._waiting else 0.0)

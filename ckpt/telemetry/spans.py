@@ -1,4 +1,5 @@
-"""Spans: which phase of a save or load took how long, on which rank and thread, and for how many bytes. No torch.
+"""What a rank counts of its own work. Spans: which phase of a save or load took how long, on which rank and thread, and for how many bytes.
+A meter of bytes, and of how long training stood still. No torch.
 
 Each rank records into a ``Spans``; its row (plain JSON) is what others read as a ``SpanTable``. Times are microseconds since the table
 began, by this rank's own clock; ``began`` is the wall clock at that moment, so that ranks can be laid side by side.
@@ -9,16 +10,20 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from types import TracebackType
 from typing import Any, NamedTuple
 
 from ckpt.errors import CorruptError, UsageError
 from ckpt.text import parse_json
+
+from .progress import BEGIN, CAPTURE, WRITE, RankSign, printable_host
 
 Row = dict[str, Any]
 """A table as JSON."""
@@ -45,7 +50,6 @@ _FEW = 4
 
 UNNEEDED = "the checkpoint itself does not need them: ckpt verify says whether it is whole"
 
-_NOTHING = nullcontext()
 _PHASE = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 _PHASES = 64
 _NAME = 64
@@ -53,11 +57,6 @@ MICROS = 1 << 53
 BYTES = (1 << 63) - 1
 """The most of each that a row may have."""
 _YEAR_9999 = 250_000_000_000
-
-
-def limit_for(ranks: int) -> int:
-    """How many single spans each of ``ranks`` ranks keeps, so that what they send to the leader stays small: 4,096 down to 64."""
-    return max(64, min(LIMIT, _ALL_RANKS // max(ranks, 1)))
 
 
 def stragglers(work: Mapping[int, float], seconds: float) -> list[int]:
@@ -72,16 +71,16 @@ def stragglers(work: Mapping[int, float], seconds: float) -> list[int]:
 class Spans:
     """The spans of one rank in one save or load. Thread-safe. Off, it keeps nothing and asks no clock.
 
-    Beyond ``limit`` single spans only sums per phase are kept (``PhaseSum``); the table says of how many. The last places are left for
-    phases that come late and seldom.
+    Beyond ``limit`` single spans only sums per phase are kept (``PhaseSum``); the table says of how many. Of many ``ranks`` each keeps
+    fewer, down to 64, so that what all send to the leader stays small. The last places are left for phases that come late and seldom.
     """
 
-    def __init__(self, *, on: bool = True, limit: int = LIMIT) -> None:
+    def __init__(self, *, on: bool = True, limit: int = LIMIT, ranks: int = 1) -> None:
         if not 0 <= limit <= MOST:
             raise UsageError(f"the limit of single spans is 0 to {MOST:,}, not {limit:,}")
         self.on = on
-        self.limit = limit
-        self._reserve = min(64, limit // 4)
+        self.limit = min(limit, max(64, _ALL_RANKS // max(ranks, 1)))
+        self._reserve = min(64, self.limit // 4)
         self._lock = threading.Lock()
         self._spans: list[Span] = []
         self._sums: dict[str, list[int]] = {}
@@ -93,12 +92,12 @@ class Spans:
             self._began = time.time()
             self._zero = time.perf_counter()
 
-    def span(self, phase: str, nbytes: int = 0) -> AbstractContextManager[None]:
-        """A block of work: ``with spans.span("write", 4096): …``. It counts also if the block raises."""
-        return self._timed(phase, nbytes) if self.on else _NOTHING
-
     @contextmanager
-    def _timed(self, phase: str, nbytes: int) -> Iterator[None]:
+    def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
+        """A block of work: ``with spans.span("write", 4096): …``. It counts also if the block raises."""
+        if not self.on:
+            yield
+            return
         began = time.perf_counter()
         try:
             yield
@@ -156,6 +155,80 @@ class Spans:
             }
         columns = [list(column) for column in zip(*spans, strict=True)] or [[]] * 5
         return {**row, "spans": json.dumps([[number[phase] for phase in columns[0]], *columns[1:]], separators=(",", ":"))}
+
+
+@dataclass(eq=False)
+class SaveMeter:
+    """Counts bytes. Threads of the save add to it; ``ckpt watch``, a handle and a progress callback read it.
+
+    It refers to nothing of the save, so whoever reads it does not keep the state's memory.
+    """
+
+    phase: int = BEGIN
+    total: int = 0
+    """Bytes of this rank's chunks, as they are in memory."""
+    staged: bool = False
+    """Whether they are captured before they are written."""
+    captured: int = 0
+    written: int = 0
+    saved: int = 0
+    """Bytes that a codec has made unnecessary to write."""
+    host: str = field(default_factory=lambda: printable_host(socket.gethostname()))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, *, captured: int = 0, written: int = 0, saved: int = 0) -> None:
+        with self._lock:
+            self.captured += captured
+            self.written += written
+            self.saved += saved
+
+    @property
+    def done(self) -> int:
+        """Bytes of the state that need no more work of this rank's writers."""
+        return min(self.written + self.saved, self.total)
+
+    def sign(self, count: int) -> RankSign:
+        """What this rank says of itself in its sign number ``count``."""
+        phase, done = self.phase, self.done if self.phase != BEGIN else 0
+        if phase >= WRITE and not done and self.staged and self.captured < self.total:
+            phase, done = CAPTURE, self.captured
+        return RankSign(count=count, phase=phase, done=done, total=self.total, host=self.host)
+
+
+class Stall:
+    """A sum of stretches of time in which training waited: ``with stall: …``. Thread-safe; what overlaps counts once.
+
+    A stretch that is going on counts up to now, so whoever asks while a rank still waits hears of it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._since = 0.0
+        self._sum = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._waiting == 0:
+                self._since = time.perf_counter()
+            self._waiting += 1
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._lock:
+            self._waiting -= 1
+            if self._waiting == 0:
+                self._sum += time.perf_counter() - self._since
+
+    def add(self, seconds: float) -> None:
+        """A stretch that somebody else has measured, and that overlaps no other."""
+        with self._lock:
+            self._sum += seconds
+
+    @property
+    def seconds(self) -> float:
+        """So far."""
+        with self._lock:
+            return self._sum + (time.perf_counter() - self._since if self._waiting else 0.0)
 
 
 # ----------------------------------------------------------------------------------------------------------------- tables

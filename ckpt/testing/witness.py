@@ -32,7 +32,8 @@ from ckpt.plan.layout.layout import Layout
 from ckpt.plan.tree import leaves, text
 from ckpt.state.collect import collect
 from ckpt.state.tensors import as_bytes, local_of
-from ckpt.state.walk import Compound, is_stateful, scan_state, values_in
+from ckpt.state.torch_objects import scan_state
+from ckpt.state.walk import Compound, is_stateful, values_in
 from ckpt.text import parse_object
 from ckpt.training.data import ResumableLoader
 from ckpt.training.ema import Average
@@ -72,7 +73,7 @@ def observe(name: str, value: object) -> None:
 
 def attend() -> Witness | None:
     """What notes the steps of this process; None if nobody asked."""
-    folder = settings.text("CKPT_PROVE")
+    folder = settings.variable("CKPT_PROVE") or None
     return None if folder is None else _witness(folder)
 
 

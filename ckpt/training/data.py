@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from ckpt.errors import MismatchError, StateError, UsageError
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node
 from ckpt.state.dtensor import MeshLike, StateSharding, holders
 from ckpt.state.walk import Compound, PerRank, RankChoice, ReceivedState
 

@@ -20,7 +20,7 @@ import torch
 
 from ckpt.errors import MismatchError, StateError, UsageError
 from ckpt.plan import tree
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node
 from ckpt.state.dtensor import MeshCoordinate, MeshLike, StateSharding, holders
 from ckpt.state.walk import PerRank, RankChoice
 

@@ -153,7 +153,7 @@ class Translation:
 
     names: str | os.PathLike[str]
     convention: str
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", url_text(self.names))

@@ -24,7 +24,7 @@ from ckpt.plan import tree
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.match import enclosing_module
 from ckpt.plan.reads import group_sizes
-from ckpt.plan.tree_decoding import MISSING, Missing, Node
+from ckpt.plan.tree import MISSING, Missing, Node
 from ckpt.plan.views import LogicalTensor, whole
 
 # What of another library's checkpoint a native one takes, under the names that ``ckpt.load`` asks for.

@@ -24,7 +24,7 @@ from ckpt.engine.view import StoredPerRank, StoredTensor, View
 from ckpt.errors import UsageError
 from ckpt.formats.external import ExternalCatalog, ExternalContents
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.tree_decoding import child_path
+from ckpt.plan.tree import child_path
 from ckpt.state.tensors import torch_dtype
 
 # Archives as ``torch.save`` writes them, laid out before their tensors are read: zip files whose records are stored as they are.

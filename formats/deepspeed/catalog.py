@@ -16,7 +16,7 @@ from ckpt.formats.pickle_nodes import step_node
 from ckpt.formats.stand_ins import StoredView
 from ckpt.formats.torchzip import TensorTable
 from ckpt.plan import tree
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node
 
 from .files import (
     MASTER,

@@ -19,7 +19,7 @@ from ckpt.formats.stand_ins import StoredView
 from ckpt.formats.torchzip import StorageBlock, TensorTable
 from ckpt.plan.layout.geometry import row_major_strides
 from ckpt.plan.layout.placements import window_sizes
-from ckpt.plan.tree_decoding import Node
+from ckpt.plan.tree import Node
 
 from .files import MASTER, PickledFile
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ckpt.catalog import DataFile, SourceFile
@@ -19,7 +19,7 @@ from ckpt.io_backends.registry import join_url, open_backend, real_url
 
 from .catalog import read_index
 from .commit import COMMIT_PATH, REFERENCED, VIRTUAL, CommitRecord, KnownRecords, is_ours, read_record
-from .index import LruCache, decode_files
+from .index import decode_files
 from .paths import (
     CLEARING,
     FILES,
@@ -272,7 +272,10 @@ class _Uses(NamedTuple):
     lasts: bool
 
 
-_known: LruCache[str, KnownRecords[_Uses]] = LruCache(_RUNS)
+@lru_cache(_RUNS)
+def _known(run: str) -> KnownRecords[_Uses]:
+    """What this process knows of a run, which is given as ``real_url`` gives it."""
+    return KnownRecords()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,9 +329,7 @@ def referrers_in(run: Backend, but: str = "") -> RunReferrers:
         return dict(zip(names, map_tasks(partial(_uses, run), names, _THREADS, "ckpt-referrers"), strict=True))
 
     names = [entry.rstrip("/") for entry in run.list_dir("") if entry.endswith("/") and entry != f"{but}/"]
-    known = _known.get(real) or KnownRecords[_Uses]()
-    _known.put(real, known)
-    using = known.read(run, names, read, lambda uses: uses.lasts)
+    using = _known(real).read(run, names, read, lambda uses: uses.lasts)
     for name in names:
         paths, sources, _ = using[name]
         if paths is None or sources is None:

@@ -9,6 +9,7 @@ import secrets
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
@@ -65,6 +66,8 @@ def left_at(branches: Branches, step: int, live: Branches, tip: int) -> int | No
     return None if step <= until else until
 
 
+WRITER = f"ckpt {__version__}"
+"""Name and version of this software."""
 COMMIT_PATH = "checkpoint.json"
 FORMAT = "ckpt"
 VERSION = 1
@@ -121,11 +124,12 @@ class MemberCheckpoint(NamedTuple):
 class CommitRecord:
     """What ``checkpoint.json`` says. ``features`` are the extensions that it takes to read the checkpoint; ``index`` is by file name;
     ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding; ``metrics`` and ``tags`` are what the job said of it.
-    ``inline`` repeats small index files, in base64, for storage where each file is a request."""
+    ``inline`` repeats small index files, in base64, for storage where each file is a request. By default it is ours,
+    of now."""
 
     id: str
-    created: str
-    writer: str
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))
+    writer: str = WRITER
     world_size: int
     features: tuple[str, ...] = ()
     index: Mapping[str, IndexFile]
@@ -278,7 +282,10 @@ def new_id(*earlier: str | None, random: int | None = None) -> str:
     It sorts after the ids ``earlier``, such as that of the save that it will replace, also where this machine's clock is behind: clean-up
     relies on that. ``random`` takes the place of the random digits, where they say what is saved.
     """
-    moment = max([time.time_ns() // 1_000_000, *(_moment(id) + 1 for id in earlier if id is not None)])
+    moment = time.time_ns() // 1_000_000
+    for id in filter(None, earlier):
+        with suppress(ValueError):  # it is no id of ours
+            moment = max(moment, min(int(id[:9], 36), 36**9 - 2) + 1)
     return _base36(moment, 9) + _base36(secrets.randbelow(_RANDOM) if random is None else random % _RANDOM, 7)
 
 
@@ -303,28 +310,12 @@ def has_random_digits(id: str, random: int) -> bool:
     return id[9:] == _base36(random % _RANDOM, 7)
 
 
-def _moment(id: str) -> int:
-    try:
-        return min(int(id[:9], 36), 36**9 - 2)
-    except ValueError:
-        return 0
-
-
 def began(id: str) -> float | None:
     """When the save with this id began, in seconds since 1970; None if it is no id that ``new_id`` gives."""
     try:
         return int(id[:9], 36) / 1000
     except ValueError:
         return None
-
-
-def now() -> str:
-    """The present UTC time as ISO 8601."""
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-
-
-WRITER = f"ckpt {__version__}"
-"""Name and version of this software."""
 
 
 def moment_of(created: str) -> datetime | None:

@@ -18,7 +18,7 @@ import xxhash
 from ckpt.catalog import DataFile, TensorEntry
 from ckpt.errors import CorruptError, FormatError
 from ckpt.plan.layout.geometry import Box, IntArray
-from ckpt.text import parse_json, parse_object
+from ckpt.text import number_of, parse_json, parse_object
 
 from .datafile import CHUNK_DIGITS, CHUNK_DIGITS_128, DIGESTS_128, HEADER_BLOCK, LENGTH_BYTES, METADATA, NO_DIGEST_128, box_text
 from .header_layout import BITS, Columns, HeaderLayout, Names, read_layout, recall, remember
@@ -177,11 +177,15 @@ def _metadata(metadata: object, count: int, where: str) -> tuple[str, int, bytes
             hint="use a newer release of this software",
         )
     id, rank, digests = (metadata.get(f"ckpt.{m}") for m in ("id", "rank", "digests"))
-    if not isinstance(id, str) or not isinstance(rank, str) or not (rank.isascii() and rank.isdigit() and len(rank) < 10):
+    try:
+        number = number_of(rank) if isinstance(rank, str) else None
+    except ValueError:
+        number = None
+    if number is None or not isinstance(id, str):
         _damaged(f"it does not say who wrote it (id {id!r}, rank {rank!r})", where)
     digits = _digits(digests, count, CHUNK_DIGITS, where)
     digits128 = _digits(metadata["ckpt.digests128"], count, CHUNK_DIGITS_128, where) if "ckpt.digests128" in metadata else b""
-    return id, int(rank), digits, digits128
+    return id, number, digits, digits128
 
 
 def _digits(digests: object, count: int, width: int, where: str) -> bytes:

@@ -33,7 +33,7 @@ from ckpt.dtypes import dtype
 from ckpt.errors import ConsistencyError, CorruptError, FormatError, StateError
 from ckpt.plan.layout.geometry import Cuts
 from ckpt.plan.values import StatePart
-from ckpt.text import parse_json
+from ckpt.text import number_of, parse_json
 
 from .paths import EXTENTS, FILES, GRIDS, INDEX_LIMIT, INDEX_NAMES, RANK_ROWS, RANK_TABLE, SOURCES, STATE, TENSORS
 from .ranks import REFERENCES_OF_RANKS, decode_ranks, encode_ranks
@@ -104,7 +104,7 @@ _TENSORS = schema(
 )
 _GRIDS = schema({"cuts": pa.list_(INTEGERS), "boxes": INTEGERS, "files": pa.list_(pa.int32())}, nullable=("cuts", "boxes"))
 _ANCHORS = pa.field("anchors", pa.list_(pa.int32()))
-_FILES = schema({"path": pa.utf8(), "size": pa.int64(), "header": pa.int64(), "digest": pa.utf8(), "rank": pa.int32()})
+FILE_COLUMNS = schema({"path": pa.utf8(), "size": pa.int64(), "header": pa.int64(), "digest": pa.utf8(), "rank": pa.int32()})
 _ALIAS = -1
 
 
@@ -144,7 +144,7 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
         cache.state = _encode_state(contents)
     files = {
         **cache.tables,
-        FILES: encode_files(contents.files),
+        FILES: rows_to_file(contents.files, FILE_COLUMNS),
         STATE: cache.state,
         **(encode_extents(contents) if contents.sources else {}),
         **(encode_ranks(contents.rows) if contents.rows else {}),
@@ -154,11 +154,6 @@ def encode_index(contents: Contents, cache: IndexCache | None = None) -> dict[st
             what = "keep arrays as tensors, not as plain values" if name in (STATE, RANK_ROWS) else "save fewer tensors"
             raise StateError(f"{name} would have {len(data):,} bytes; at most {INDEX_LIMIT:,} can be read again", hint=what)
     return files
-
-
-def encode_files(rows: Sequence[DataFile]) -> bytes:
-    """files.arrow with these rows."""
-    return rows_to_file(rows, _FILES)
 
 
 def _distinct_grids(tensors: Iterable[TensorEntry]) -> tuple[list[Grid], list[int]]:
@@ -273,7 +268,7 @@ _known: LruCache[tuple[bytes, bytes, int, bool], tuple[TensorEntry, ...]] = LruC
 
 def decode_files(data: bytes, where: str) -> tuple[DataFile, ...]:
     """The rows of files.arrow. Raises CorruptError if it cannot be read."""
-    return tuple(DataFile(**row) for row in rows_from_file(data, _FILES, where))
+    return tuple(DataFile(**row) for row in rows_from_file(data, FILE_COLUMNS, where))
 
 
 def _contradicts(what: str, where: str) -> NoReturn:
@@ -353,7 +348,7 @@ class _GridTable:
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:
     try:
         document = parse_json(data, finite=True)
-        ranks: dict[int, Mapping[str, Any]] = {int(r): dict(v) for r, v in document["ranks"].items()}
+        ranks: dict[int, Mapping[str, Any]] = {number_of(r): dict(v) for r, v in document["ranks"].items()}
         problem = _state_problem(document["state"], ranks)
     except MemoryError as err:
         raise too_little_memory(len(data), where) from err

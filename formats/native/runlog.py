@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ckpt.errors import ConflictError, CorruptError, NotFoundError
 from ckpt.telemetry.progress import SaveProgress
 from ckpt.telemetry.spans import SpanTable
-from ckpt.text import parse_json, parse_object, printable
+from ckpt.text import number_of, parse_json, parse_object, printable
 
 from .paths import PROGRESS, id_of, index_path
 
@@ -135,7 +135,7 @@ def _entry(fields: object) -> LogEntry:
     if not isinstance(fields, dict) or fields.get("kind") not in ("save", "load"):
         raise ValueError("an entry is of no kind that is known")
     spans, failed = fields.get("spans", {}), fields.get("failed_ranks", [])
-    if not isinstance(spans, dict) or len(spans) > RANKS or not all(key.isascii() and key.isdecimal() and len(key) < 9 for key in spans):
+    if not isinstance(spans, dict) or len(spans) > RANKS:
         raise ValueError("the spans of an entry are not by rank")
     if not isinstance(failed, list) or len(failed) > _NAMED or not all(_is_count(rank) for rank in failed):
         raise ValueError("the failed ranks of an entry are no ranks")
@@ -144,7 +144,7 @@ def _entry(fields: object) -> LogEntry:
     numbers = {name: _optional(fields, name, _is_number) for name in ("at", "seconds")}
     if counts["rank"] is None or counts["ranks"] is None or numbers["at"] is None:
         raise ValueError("an entry does not say when it was, or on which rank")
-    tables = {int(rank): SpanTable.from_row(row) for rank, row in spans.items()}
+    tables = {number_of(rank): SpanTable.from_row(row) for rank, row in spans.items()}
     return LogEntry(kind=fields["kind"], failed_ranks=tuple(failed), tables=tables, **counts, **texts, **numbers)
 
 

@@ -15,7 +15,7 @@ import xxhash
 from ckpt.errors import CorruptError, NotFoundError, UsageError
 from ckpt.io_backends.checks import read_checked
 from ckpt.telemetry.spans import BYTES, LEADING, MICROS, UNNEEDED, WAITING, PhaseSum, Row, SpanTable, are_phases, began_of
-from ckpt.text import parse_json, parse_object
+from ckpt.text import number_of, parse_json, parse_object
 
 from .paths import DIGEST_DIGITS, SPANS, id_of, index_path
 
@@ -387,9 +387,13 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
 
 
 def _rank(text: str, ranks: int, where: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 9 or str(int(text)) != text or int(text) >= ranks:
+    try:
+        rank = number_of(text)
+    except ValueError:
+        rank = ranks
+    if rank >= ranks:
         _damaged(f"{text[:20]!r} is no rank of {ranks}", where)
-    return int(text)
+    return rank
 
 
 def _damaged(what: str, where: str) -> NoReturn:

@@ -22,7 +22,7 @@ from ckpt.catalog import Contents, DataFile, Grid, TensorEntry
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, FormatError
 from ckpt.io_backends.checks import path_problem
-from ckpt.plan.tree_decoding import REFERENCES, tag_of
+from ckpt.plan.tree import REFERENCES, tag_of
 
 from .datafile import CHUNK_DIGITS, HEADER_LIMIT, LENGTH_BYTES, name_problem
 from .paths import is_digest, is_reference, reference_problem
@@ -459,7 +459,7 @@ def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
 
 
 def _below(node: list[Any] | dict[Any, Any]) -> _Below | None:
-    """The nodes below; None if this one is malformed. ``ckpt.plan.tree_decoding.decode`` checks the rest by itself."""
+    """The nodes below; None if this one is malformed. ``ckpt.plan.tree.decode`` checks the rest by itself."""
     if isinstance(node, list):
         return node, []
     if not all(issubclass(kind, str) for kind in {*map(type, node)}):

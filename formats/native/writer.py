@@ -16,7 +16,7 @@ from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.plan.values import part_in
 
 from .clearing import BaseFiles, check_committed, check_no_link, check_there, referred_files
-from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, WRITER, Branches, CommitRecord, IndexFile, inlined, now, read_record
+from .commit import COMMIT_PATH, INLINE_LIMIT, PART_LIMIT, Branches, CommitRecord, IndexFile, inlined, read_record
 from .index import IndexCache, encode_index
 from .paths import RANK_ROWS, data_prefix, index_path, is_reference, parity_prefix
 
@@ -245,8 +245,6 @@ def write_index(
     small = {name: data for name, data in files.items() if name != RANK_ROWS}  # of which readers take single rows
     record = CommitRecord(
         id=journal.id,
-        created=now(),
-        writer=WRITER,
         world_size=world_size,
         features=features,
         index={n: IndexFile(path=index_path(journal.id, n), size=len(d), digest=xxhash.xxh3_128_hexdigest(d)) for n, d in files.items()},

@@ -45,6 +45,20 @@ def test_import_of_everything() -> None:
     assert all(space[name] is getattr(ckpt, name) for name in ckpt.__all__)
 
 
+def test_frozen_values_can_be_keys() -> None:
+    for make in (
+        lambda: ckpt.Translation(names="llama", convention="huggingface", numbers={"layers": 2}),
+        lambda: ckpt.BeginFrom("run", only=["a"], rename={"a": "b"}, sources=["there"]),
+        lambda: ckpt.MemberChanges(added=["a"], dropped=["b"], renamed={"c": "d"}),
+        lambda: ckpt.RestoredFrom(step=1, url="run", sources={"root": 5}),
+        lambda: ckpt.ReadOptions(sources=["there"]),
+        lambda: ckpt.MegatronParallel(arguments={"num_layers": 2}),
+        lambda: ckpt.Member("a", of=["a", "b"]),
+        lambda: ckpt.policies.TrustFrozen(names=["a.*"]),
+    ):
+        assert {make(): 1}[make()] == 1
+
+
 def test_names_that_do_not_exist() -> None:
     with pytest.raises(AttributeError, match="'ckpt' has no attribute 'sav'"):
         ckpt.sav  # type: ignore[attr-defined]  # noqa: B018

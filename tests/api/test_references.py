@@ -680,13 +680,15 @@ def test_commands_name_a_base_that_vanished(run: Path) -> None:
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state, reuse=True)
     ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1")
-    commands = [("ls", str(run)), *(("gc", str(run), "--dry-run", *as_json) for as_json in ((), ("--json",)))]
+    commands = [("ls", str(run)), ("ls", "--json", str(run)), *(("gc", str(run), "--dry-run", *as_json) for as_json in ((), ("--json",)))]
     commands += [("inspect", str(run / "step-2"), *as_json) for as_json in ((), ("--json",))]
 
     def naming() -> list[bool]:
         outputs = [" ".join(CliRunner().invoke(cli, list(arguments)).stdout.split()) for arguments in commands]
         return ["step-1 has vanished" in output for output in outputs]
 
-    assert naming() == [False] * 5
+    assert naming() == [False] * 6
+    assert CliRunner().invoke(cli, ["ls", "-q", str(run)]).stdout.split() == [str(run / "step-1"), str(run / "step-2")]
     shutil.rmtree(run / "step-1")
-    assert naming() == [True] * 5
+    assert CliRunner().invoke(cli, ["ls", "-q", str(run)]).stdout.split() == []
+    assert naming() == [True] * 6

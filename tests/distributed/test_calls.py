@@ -18,7 +18,8 @@ from torch.distributed import FileStore, HashStore, TCPStore
 
 from ckpt.errors import ConsistencyError, DeadlineError, RankFailedError
 from ckpt.net import channel
-from ckpt.net.channel import FEW, TEAM, ControlChannel, asked_of, longest_pause, whom_to_ask
+from ckpt.net.call import asked_of, whom_to_ask
+from ckpt.net.channel import FEW, TEAM, ControlChannel, longest_pause
 from ckpt.net.group import Due, Group, StepAgreement, current_group
 from ckpt.net.store import MOST, PUT_OFF, Connection, KeyValues, Store, group_store
 from tests.distributed.ranks import Ranks, at_once

@@ -341,10 +341,11 @@ def test_unknown_dtype():
         decode_index(altered("tensors.arrow", "dtype", ["bfloat16", "float3"]), "there")
 
 
+RANKS = [b'{"ranks": {"%b": {}}, "state": 1}' % key for key in (b"a", b" 1", b"+1", b"1_0", b"01")]
+
+
 @pytest.mark.parametrize("name", ["tensors.arrow", "grids.arrow", "files.arrow", "state.json"])
-@pytest.mark.parametrize(
-    "data", [b"", b"ARROW1\0\0", b"[]", b'{"state": NaN, "ranks": {}}', b'{"state": 1}', b'{"ranks": {"a": {}}, "state": 1}']
-)
+@pytest.mark.parametrize("data", [b"", b"ARROW1\0\0", b"[]", b'{"state": NaN, "ranks": {}}', b'{"state": 1}', *RANKS])
 def test_not_a_table(name, data):
     made = encode_index(Contents(tensors=(tensor(),), files=files(1)))
     with pytest.raises(CorruptError, match=f"there/{name}"):

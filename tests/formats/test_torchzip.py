@@ -398,6 +398,19 @@ def test_archives_that_no_torch_writes(tmp_path):
             opened(tmp_path, data)
 
 
+@pytest.mark.parametrize("long", [False, True])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_an_end_that_says_another_count_of_records(long, more, tmp_path, monkeypatch):
+    if long:
+        monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    data = bytearray(zipped(parts()))
+    at, form = (data.index(b"PK\6\6") + 24, "<QQ") if long else (data.index(b"PK\5\6") + 8, "<HH")
+    here, count = struct.unpack_from(form, data, at)
+    struct.pack_into(form, data, at, here + more, count + more)
+    with pytest.raises(CorruptError, match=f"a directory of {count} records, and its end says {count + more}"):
+        opened(tmp_path, bytes(data))
+
+
 def test_records_that_overlap(tmp_path):
     """Two entries of the directory that point at one local header, as zip bombs do; and one that reaches over the next."""
     data = bytearray(zipped(parts()))

@@ -62,8 +62,7 @@ class Job:
     def __init__(self, root: str, name: str, last: int, every: int, seconds: float) -> None:
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        with tempfile.NamedTemporaryFile(delete=False) as file:
-            self.out = Path(file.name)
+        self.out = Path(tempfile.mkstemp(prefix=f"{name}-", dir=Path(root).parent)[1])
         self.process = context.Process(target=member, args=(root, name, last, every, seconds, str(self.out)))
         self.process.start()
 
@@ -82,7 +81,9 @@ class Job:
 @pytest.fixture
 def root() -> Iterator[str]:
     with empty_directory() as path:
-        yield path
+        run = Path(path, "run")
+        run.mkdir()  # what a test has beside it goes, too
+        yield str(run)
 
 
 def restored(printed: dict[str, list[dict[str, Any]]]) -> set[int]:
@@ -234,6 +235,26 @@ def test_whether_a_root_is_a_members_is_asked_until_it_answers(root: str) -> Non
     assert tiers.steps() == []  # it answers
     with pytest.raises(UsageError, match="only a member of the run of several jobs saves to its directory"):
         tiers.check_no_member()
+
+
+def test_what_was_saved_before_the_root_answered_is_not_published_to_a_member(root: str) -> None:
+    with one_member(root) as c:
+        c.restore({"w": torch.ones(3)})
+        c.save(1, {"w": torch.ones(3)}).result()
+    away = True
+
+    def wrap(backend: Any) -> Any:
+        if away and backend.url.startswith(f"{root}/"):
+            raise StorageError("no answer", where=backend.url)
+        return backend
+
+    with wrap_backends(wrap):
+        alone = ckpt.Checkpointer(f"{root}/trainer", local=f"{root}-local", publish_timeout=5, job=ckpt.Job(timeout=60))
+        alone.save(2, {"w": torch.zeros(3)}).result()
+        away = False
+        with pytest.raises(StorageError, match=r"step 2 is committed in .* but could not be published: only a member"):
+            alone.close()
+    assert [path.name for path in Path(root, "trainer").iterdir()] == ["step-00000001"]
 
 
 def test_a_job_that_is_no_member_takes_no_step_from_a_joint_run_and_the_run_none_from_it(root: str) -> None:

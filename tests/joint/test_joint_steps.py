@@ -690,3 +690,13 @@ def test_commands_work_on_a_joint_step_as_on_any_other(root: str, tmp_path: Path
     assert ckpt_command("rm", three, "--yes").exit_code == 0
     assert sorted(os.listdir(root)) == ["buffer", "joint.json", "rollouts", "step-00000002", "trainer"]
     assert restored(members(root)) == [2] * 3
+
+    record = Path(root, "buffer", "step-00000002", "checkpoint.json")
+    for damage, reason in (
+        (lambda: record.write_bytes(b"{"), "buffer is damaged"),
+        (record.unlink, "buffer is gone: buffer/step-00000002"),
+    ):
+        damage()
+        (lacking,) = json.loads(ckpt_command("ls", "--json", root).stdout)["steps"]
+        assert (lacking["committed"], lacking["damaged"], reason in lacking["reason"]) == (False, True, True)
+        assert ckpt_command("ls", "-q", root).stdout == "" and reason in " ".join(ckpt_command("ls", two).stdout.split())

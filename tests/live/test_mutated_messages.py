@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,11 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, FormatError
 from ckpt.io_backends import PosixBackend
 from ckpt.live import Sink, Source
 from ckpt.live.control import ask_status, split_address
+from ckpt.live.holdings import Manifest
 from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
 from ckpt.nodes.memory_remote import MemoryConnections, serve_objects
 from ckpt.nodes.memory_store import MemoryStore
@@ -73,6 +76,19 @@ def test_between_sink_and_source(monkeypatch: pytest.MonkeyPatch, up: bool) -> N
                 )
         with Sink(source.address, into, secret="s", job=ckpt.Job(timeout=5)) as other:
             assert other.take().step == 1
+
+
+@pytest.mark.parametrize("rank", [" 1", "+1", "1_0", "01", "-1", "x"])
+@pytest.mark.parametrize("member", ["own", "segments"])
+def test_ranks_of_a_manifest_are_spelled_one_way(member: str, rank: str) -> None:
+    manifest = Manifest(
+        run="aa", step=1, number=1, ranks=(0, 1), tables=(("bb", (0, 1)),), state="cc", own={1: "dd"}, segments={0: (8, "ee"), 1: (8, "ff")}
+    )
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    members = json.loads(manifest.to_bytes())
+    members[member][rank] = members[member].pop("1")
+    with pytest.raises(FormatError, match=f"{member} is {re.escape(repr(rank))}"):
+        Manifest.from_bytes(json.dumps(members).encode())
 
 
 def test_between_nodes(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from ckpt.formats.native.runlog import PROGRESS_LIMIT, ProgressFile
 from ckpt.io_backends.registry import open_backend
 from ckpt.net.group import Group
 from ckpt.net.store import group_store
-from ckpt.telemetry.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveMeter, SaveProgress, SlowRank, Standing
+from ckpt.telemetry.progress import CAPTURE, DONE, PHASES, WRITE, PhaseProgress, RankSign, SaveProgress, SlowRank, Standing
+from ckpt.telemetry.spans import SaveMeter
 
 ID = "0mws5q30zmyejgar"
 SLOW = SlowRank(rank=5, host="b", phase="write", done=1, total=4, quiet=0.0, still=1.0)

@@ -36,7 +36,7 @@ from ckpt.policies import (
 from ckpt.policies.both import VARIABLES
 from ckpt.policies.save import daly
 from ckpt.runs.save_schedule import CostMeter
-from ckpt.telemetry.progress import Stall
+from ckpt.telemetry.spans import Stall
 from tests.policies.jobs import any_of, saving, train
 
 increments = st.lists(st.integers(1, 40), min_size=1, max_size=60)

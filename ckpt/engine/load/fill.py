@@ -19,7 +19,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from ckpt import units
@@ -258,7 +258,7 @@ class ReadOptions:
 
     verify: Verify = "full"
     exchange: bool | None = None
-    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None
+    sources: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         if self.verify not in ("full", "partial", "off"):

@@ -158,7 +158,7 @@ def load_state(url: str, state: object, group: Group, options: LoadOptions) -> L
     began = time.perf_counter()
     # The leader decides in another thread, which has another context: what is recorded goes along.
     spans_of_ranks = recorded.get()
-    if spans_of_ranks is not None and options.spans is None and settings.spans():
+    if spans_of_ranks is not None and options.spans is None and settings.spans() == "on":
         options = replace(options, spans=Spans(limit=0))
     with gc_paused():  # until what the load needed is gone: else it would all be looked through once at the end
         for tries_left in reversed(range(_TRIES)):

@@ -19,7 +19,7 @@ from ckpt.concurrency import Pending, gc_paused, program_ends
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
-from ckpt.telemetry.progress import Stall
+from ckpt.telemetry.spans import Stall
 
 from .capture import Capture
 from .job import BlockedTime, Heartbeat, SaveJob, save_cache, wait_for_pending_save

@@ -33,8 +33,7 @@ from ckpt.errors import ConsistencyError
 from ckpt.state import lazy
 from ckpt.state.shard_table import ShardTable
 from ckpt.state.tensors import raw_view, reads_otherwise
-from ckpt.telemetry.progress import SaveMeter
-from ckpt.telemetry.spans import Spans
+from ckpt.telemetry.spans import SaveMeter, Spans
 
 from .plan import Batch
 from .replicas import Replicas

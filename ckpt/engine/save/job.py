@@ -24,8 +24,8 @@ from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.net.call import FIRST_SIGN, Call
 from ckpt.net.liveness import Members
-from ckpt.telemetry.progress import BEGIN, PHASES, WRITE, SaveMeter, SaveProgress, Stall, Standing, printable_host, reported, sign_interval
-from ckpt.telemetry.spans import Spans, limit_for
+from ckpt.telemetry.progress import BEGIN, PHASES, WRITE, SaveProgress, Standing, printable_host, reported, sign_interval
+from ckpt.telemetry.spans import SaveMeter, Spans, Stall
 
 from .base import REMEMBERED, RememberedBase
 from .candidates import SeenVersions
@@ -182,7 +182,7 @@ class SaveJob:
             call=call,
             options=options,
             cache=save_cache(call.group),
-            spans=Spans(on=options.spans, limit=limit_for(call.group.size)),
+            spans=Spans(on=options.spans, ranks=call.group.size),
             meter=meter,
             beat=call.heartbeat if beat is None else beat,
             notes=ProgressWriter(call, interval) if call.is_leader and interval != 0 else None,

@@ -27,10 +27,10 @@ from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
-from ckpt.net.call import Call
+from ckpt.net.call import Call, grouped, grouped_parts
 from ckpt.net.channel import Row
 from ckpt.plan import tree
-from ckpt.plan.tables import Joined, Table, grouped, grouped_parts, join_tables, ranks_text
+from ckpt.plan.tables import Joined, Table, join_tables, ranks_text
 from ckpt.plan.values import join_values
 from ckpt.text import parse_json
 

@@ -100,14 +100,8 @@ class SaveOptions:
     """Whether digests of 128 bits are stored of what may stay as it is, so that later saves may refer to it."""
     trust: TrustFrozen | None = None
     """Which frozen tensors are not hashed by every save."""
-    placement: MirrorPlacement | None = None
-    """Which ranks may write what others own, too, so that it need not be copied; see ``mirrors``."""
-
-    @property
-    def mirrors(self) -> MirrorPlacement | None:
-        """The placement, if mirrors can make the same files: not of replicas that may differ, nor of chunks that each rank codes or refers
-        to as it sees fit. Then all copies go over the network."""
-        return self.placement if self.check_replicas and self.codec is None and not self.reusable else None
+    mirrors: MirrorPlacement | None = None
+    """Which ranks write what others own, too, so that it need not be copied."""
 
     @classmethod
     def of(
@@ -136,7 +130,7 @@ class SaveOptions:
             merge_flat_shards=merge_flat_shards,
             codec=codec,
             part=None if only is None and trainable is False else StatePart.of(only, trainable=trainable),
-            spans=settings.spans(),
+            spans=settings.spans() == "on",
             staging=staging,
             progress=progress,
             base=SaveBase(url=base) if base is not None else None,
@@ -156,7 +150,7 @@ def check_capture(capture: object, staging_bytes: object) -> None:
 #
 # asked for           what becomes of a chunk                                              told to the leader
 # ``base, reusable``  refer to a base that has it, or store the difference (``reuse.py``)  before: the base; after: references
-# ``placement``       write what another rank owns, too                                    before: how; after: these files
+# ``mirrors``         write what another rank owns, too                                    before: how; after: these files
 # ``only, trainable`` leave it out                                                         before: globs that match nothing
 # ``check_replicas``  compare it with what other ranks have (``replicas.py``)              after: digests
 

@@ -324,7 +324,8 @@ def _row_of_spans(job: SaveJob, share: RankShare) -> Row:
         row["host"] = job.meter.host or None
         if meshes or layout is not None:
             row["at"] = coordinates((layout.mesh, *meshes) if layout is not None else meshes, job.call.group.rank)
-        row["storage"] = list(checks.total().since(job.refused_before))
+        if any(refused := checks.total(job.refused_before)):
+            row["storage"] = list(refused)
         if job.blocked is not None:
             row |= job.blocked.report()
     return row
@@ -360,7 +361,15 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
         except CkptError as err:
             log.warning("the spans of the save %s are not kept: %s", call.url, err)
         call.drain()
-        _remove_older(job, leader)
+        # Remove what the checkpoint has replaced. The others have left this call, and no sign of life reaches them in the next one: so if
+        # it takes long, it goes on in the background.
+        removing, timeout = Pending(leader.remove_older, "ckpt-remove"), call.timeout
+        if leader.backend.io_hints.in_memory or program_ends():  # the next save needs what this frees; or nobody waits later
+            seconds = timeout
+        else:
+            seconds = 0.0 if job.blocked is not None else min(_PATIENCE, timeout / 2)
+        if removing.wait(seconds):
+            removing.result()
     report = SaveReport(
         url=call.url,
         id=writer.id,
@@ -378,16 +387,3 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
     log.info("saved %s: %d bytes of tensors from %d ranks in %.2f s", call.url, tensor_bytes, call.group.size, report.seconds)
     refused = Retries(*map(sum, zip(*(row.get("storage", (0, 0)) for row in spans.values()), strict=True)))
     return Committed(report=report, busy=busy, retries=refused)
-
-
-def _remove_older(job: SaveJob, leader: Leader) -> None:
-    """Remove what the checkpoint has replaced. The others have left this call, and no sign of life reaches them in the next one: so if it
-    takes long, it goes on in the background."""
-    removing = Pending(leader.remove_older, "ckpt-remove")
-    timeout = job.call.timeout
-    if leader.backend.io_hints.in_memory or program_ends():  # the next save needs what this frees; or nobody waits later
-        seconds = timeout
-    else:
-        seconds = 0.0 if job.blocked is not None else min(_PATIENCE, timeout / 2)
-    if removing.wait(seconds):
-        removing.result()

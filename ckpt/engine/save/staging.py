@@ -37,7 +37,7 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.protocol import Backend, LentMemory
 from ckpt.state import lazy
 from ckpt.state.collect import seen
-from ckpt.telemetry.progress import Stall
+from ckpt.telemetry.spans import Stall
 
 from .plan import Batch
 

@@ -22,8 +22,7 @@ from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
 from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
 from ckpt.state import lazy
-from ckpt.telemetry.progress import SaveMeter
-from ckpt.telemetry.spans import Spans
+from ckpt.telemetry.spans import SaveMeter, Spans
 
 from .base import AnchorChunks
 from .plan import Batch, RankPlan
