@@ -1,4 +1,4 @@
-"""NeMo Automodel's own ``Checkpointer`` on a sharded Llama with tied embeddings, patched as docs/integrations.md says: at once, in its process
+"""NeMo Automodel's own ``Checkpointer`` on a sharded, tied Llama, patched as docs/integrations.md says: at once, in its process
 in the background, with safetensors of Hugging Face for the model, and from files that DCP has written for it."""
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import ckpt
 from ckpt.integrations.dcp import CkptReader, CkptWriter
 
-from .lives import END, SAVED, Job
+from .lives import SAVED, Job
 
 _OWN = {name: getattr(automodel, name) for name in ("FileSystemReader", "_maybe_msc_reader", "_maybe_msc_writer")}
 
