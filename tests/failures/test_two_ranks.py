@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
@@ -92,6 +93,10 @@ def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: 
 
     def fail_at(n: int) -> None:
         url, where = f"{root}/{n}", f"{kind} at operation {n} of rank {rank}, {log[n]}"
+        if log.index(next(what for what in log if what.startswith("create"))) <= n < publish and root.startswith("/"):
+            first = f"{root}/new/{n}/{n}"
+            failed = save(first, NEW, rank, Fault(at=n, kind=kind)).raised  # type: ignore[arg-type]
+            assert Path(first).exists() == (failed == [None, None]), f"{where}: an empty directory stays"
         save(url, BEFORE)
         was_there = files(url)
         job = save(url, NEW, rank, Fault(at=n, kind=kind))  # type: ignore[arg-type]

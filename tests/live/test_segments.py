@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -200,7 +201,9 @@ def test_nobody_else_can_write_it() -> None:
 
 def stray_write(pipe: Connection) -> None:
     segment, _ = sealed(np.arange(4096, dtype=np.uint64))
-    segment.data[17] = 1
+    with pytest.raises(ValueError, match="read-only"):
+        segment.data[17] = 1
+    ctypes.memset(segment.data.ctypes.data + 17, 1, 1)
     pipe.send("written")
 
 
