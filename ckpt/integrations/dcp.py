@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import walk_stack
@@ -382,7 +382,7 @@ def _whole(plans: list[SavePlan]) -> list[SavePlan]:
     # again. The planner has them. DCP hands it to the writer only when plans are made: until then it is a local of the caller.
     if all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 has no such plans
         return plans
-    planners = (frame.f_locals.get("planner") for frame, _ in walk_stack(None))
+    planners: Iterator[Any] = (frame.f_locals.get("planner") for frame, _ in walk_stack(None))
     whole: list[SavePlan] | None = next((planner.global_plan for planner in planners if hasattr(planner, "global_plan")), None)
     if whole is None or len(whole) != len(plans) or not all(p is q or not p.usable for p, q in zip(plans, whole, strict=True)):
         raise UsageError("the planner gives parts of its plan and keeps the rest", hint="enable_plan_caching=False")

@@ -72,7 +72,8 @@ def dequantized(tensor: torch.Tensor, path: str) -> torch.Tensor:
 def describe(tensor: torch.Tensor, path: str) -> dict[str, Node]:
     """The description of a wrapper. In its context the shape of a DTensor's local tensor counts as that of the whole."""
     wrapper = wrapper_of(tensor)
-    names, context = wrapper.__tensor_flatten__()
+    # Whether it is trained is no part of it, and TransformerEngine's classes have it in their context.
+    names, context = (wrapper.detach() if wrapper.requires_grad else wrapper).__tensor_flatten__()
     inside = {name: describe(inner, f"{path}#{name}") for name in names if is_wrapper(inner := getattr(wrapper, name))}
     node: dict[str, Node] = {
         CLASS: _name(type(wrapper)),
@@ -119,6 +120,8 @@ def _context_node(context: Any, old: Sequence[int], new: Sequence[int], path: st
             return {"object": f"{_name(type(value))}.{value.name}"}
         if isinstance(value, type) or (callable(value) and "<" not in getattr(value, "__qualname__", "<")):
             return {"object": _name(value)}  # type: ignore[arg-type]  # functions have both names, too
+        if hasattr(value, "update_quantized"):  # TransformerEngine's: what will quantise the next values, which is the program's to say
+            return {"object": _name(type(value))}
         parts: dict[str, object] | None = None
         if is_dataclass(value):
             parts = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -170,6 +173,8 @@ def inner_layouts(
     sliced, length = _slice(name, wrapper, dim)
     placed = {}
     for field, tensor in inner.items():
+        if field not in sliced:
+            raise _uncut(name, wrapper, f"has no {field} once it is sliced")
         cut = [d for d, (now, before) in enumerate(zip(sliced[field].shape, tensor.shape, strict=True)) if now != before]
         if not cut:
             placed[field] = tensor, TensorLayout(layout.mesh, (), layout.at), tuple(tensor.shape)
