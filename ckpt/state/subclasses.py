@@ -72,8 +72,7 @@ def dequantized(tensor: torch.Tensor, path: str) -> torch.Tensor:
 def describe(tensor: torch.Tensor, path: str) -> dict[str, Node]:
     """The description of a wrapper. In its context the shape of a DTensor's local tensor counts as that of the whole."""
     wrapper = wrapper_of(tensor)
-    # Whether it is trained is no part of it, and TransformerEngine's classes have it in their context.
-    names, context = (wrapper.detach() if wrapper.requires_grad else wrapper).__tensor_flatten__()
+    names, context = wrapper.__tensor_flatten__()
     inside = {name: describe(inner, f"{path}#{name}") for name in names if is_wrapper(inner := getattr(wrapper, name))}
     node: dict[str, Node] = {
         CLASS: _name(type(wrapper)),
@@ -101,10 +100,13 @@ def _first_difference(stored: Node, mine: Node, at: str) -> str | None:
         return None
     if type(stored) is type(mine) is dict and tree.tag_of(stored) is tree.tag_of(mine) is None:
         for key in dict.fromkeys((*mine, *stored)):
+            if (at, key) == ("context", "requires_grad"):  # of TransformerEngine's: whether it is trained is no part of it
+                continue
             named = "class" if key == CLASS else f"{at}.{key}".removeprefix(".")
             text = _first_difference(stored.get(key), mine.get(key), named)
             if text is not None:
                 return text
+        return None
     return f"{at} {tree.shorten(stored)} in the checkpoint, {tree.shorten(mine)} in the state"
 
 
@@ -194,7 +196,10 @@ def _slice(name: str, wrapper: Any, dim: int) -> tuple[dict[str, torch.Tensor], 
     rows, reason = wrapper.shape[dim], "has one row here"
     for parts in (n for n in range(2, rows + 1) if rows % n == 0):
         try:
-            return inner_tensors(wrapper.detach().narrow(dim, 0, rows // parts)), rows // parts
+            part = wrapper.detach().narrow(dim, 0, rows // parts)
+            if type(part) is type(wrapper):
+                return inner_tensors(part), rows // parts
+            reason = f"gives a {type(part).__qualname__} when it is sliced"
         except Exception as err:  # noqa: BLE001  classes refuse as they like
             reason = f"cannot be sliced ({type(err).__name__}: {err})"
     raise _uncut(name, wrapper, reason)
