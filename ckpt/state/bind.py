@@ -143,7 +143,7 @@ class _BindWalk(Binder):
                 self.module(target, node, path)
         elif isinstance(target, lazy.Optimizer):
             self.optimizers.bind(target, node, path)
-        elif is_stateful(target):
+        elif type(target) is not dict and is_stateful(target):
             self.stateful(target, node, path)
         elif isinstance(target, dict) and ((live := _has_live(target) if path else _LIVE) or self.nodes.children(node) is not None):
             self.mapping(target, node, path, live=live)

@@ -199,7 +199,8 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
     except CkptError as err:
         err.message += f"; {PARTLY_WRITTEN if job.begun else UNCHANGED}"
         raise
-    call.drain()
+    if call.group.size > 1:
+        call.drain()
     seconds, fetch = time.perf_counter() - began, reader.fetch
     if call.is_leader:
         log.info("loaded %s: %d tensors, %d bytes read here in %.2f s", call.url, len(matched.binding.targets), fetch.read, seconds)
