@@ -88,9 +88,6 @@ class Columns:
     stems: IntArray | None = None
     """Bytes of each key without its box."""
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
 
 class HeaderLayout:
     """Columns, and where in the ``text`` of a header their keys are: those that end at ``ends``, with boxes of so many bytes. Without
