@@ -226,14 +226,14 @@ def import_(
 @click.command("rebuild", short_help="Rebuild a lost or damaged index from the data files.")
 @click.argument("url", type=URL)
 @click.option(
-    "--id", "id", metavar="ID", help="The save to rebuild: what its files in data/ begin with. Only needed without a commit record."
+    "--id", "id", metavar="ID", help="The save to rebuild: the prefix of its files in data/. Only needed without a commit record."
 )
 @click.option("--dry-run", is_flag=True, help="Only report what would be rebuilt.")
 @options
 def rebuild(url: str, *, id: str | None, dry_run: bool, output: Output) -> None:
-    """Make the index of the checkpoint at URL again: checkpoint.json, and the files in index-*/ that are missing or damaged.
+    """Rebuild the index of the checkpoint at URL: checkpoint.json, and the files in index-*/ that are missing or damaged.
 
-    Every data file says which tensors it holds. Index files that are intact are kept. Aliases, padding and plain values that are lost with
+    Every data file lists its tensors. Index files that are intact are kept. Aliases, padding and plain values that are lost with
     their index file cannot be rebuilt; the command names what is lost. Data files are never changed.
 
     Only headers are read: run ckpt verify afterwards to compare every byte.

@@ -51,7 +51,7 @@ def task_part(part: TaskPart) -> Iterator[None]:
 def divisible(command: Command) -> Command:
     """The options ``--no-distributed``, ``--part``, ``--executor`` and ``--tasks`` of a command whose work several processes divide.
     Nothing is passed to the command."""
-    alone = "Do all of the work in this process, also where the variables of torchrun or srun are set."
+    alone = "Do all of the work in this process, even under torchrun or srun."
     options = (
         _noted(_EXECUTOR, "--executor", type=OneOf(("ray",)), metavar="NAME", help="ray: divide the work into tasks of Ray."),
         _noted(_TASKS, "--tasks", type=click.IntRange(min=1), metavar="N", help="Tasks. [default: as many as can run at once]"),

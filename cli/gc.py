@@ -36,7 +36,7 @@ _REMOVED = {False: style("would remove", "red"), True: style("remove", "red")}
 @click.command("gc", short_help="Remove old checkpoints and orphaned files of a run.")
 @click.argument("root", type=URL)
 @click.option("--keep", "rules", multiple=True, metavar="RULE", help="Keep the checkpoints that RULE selects. Repeatable.")
-@click.option("--abandoned", is_flag=True, help="Remove what the run has abandoned, whatever the rules say.")
+@click.option("--abandoned", is_flag=True, help="Remove abandoned checkpoints, whatever the rules keep.")
 @time_option("--older-than", default="1d", help="Age at which orphaned files are removed, e.g. 36h.")
 @click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
 @click.option("--dry-run", is_flag=True, help="Only list; the default.")
@@ -47,10 +47,11 @@ def gc(root: str, rules: tuple[str, ...], *, abandoned: bool, older_than: float,
     Rules: latest=3, every=1000, within=7d, best=loss:min, tagged=release*, all. A checkpoint stays if any rule selects it. The newest
     checkpoint, the one written last and tagged ones always stay. Without a rule, all stay.
 
-    When a run has gone back to an earlier step, the later ones are abandoned: restore does not take them. They count as others do, and take
-    the place of none that the run went on from. --abandoned removes them, but for those that are tagged or used.
+    When a run has gone back to an earlier step, the later ones are abandoned: restore ignores them. The rules apply to all
+    checkpoints, and again to those that are not abandoned; what either keeps, stays. --abandoned removes abandoned ones, except those that
+    are tagged or needed by others.
 
-    Orphaned files are what killed saves, copies, conversions and exports left behind. They are removed when nobody has written to them for
+    Killed saves, copies, conversions and exports leave orphaned files. They are removed once they have not been written to for
     --older-than, because a save in progress looks the same. --older-than 0 removes them at once: make sure that no save is running.
 
     \b

@@ -88,10 +88,10 @@ def head_rows(catalog: Catalog, fields: dict[str, Any]) -> Iterator[tuple[str, s
         from ckpt.formats.native.paths import is_reference
 
         shared = sum(is_reference(file.path) for file in catalog.files)
-        yield "on disk", f"{units.size(fields['stored_bytes'])} in {units.plural(len(catalog.files) - shared, 'data file')}"
+        yield "files", f"{units.plural(len(catalog.files) - shared, 'data file')}, {units.size(fields['stored_bytes'])}"
         if shared:
             owners = ", ".join(fields["shared_with"])
-            yield "shared", f"{units.size(fields['shared_bytes'])} in {units.plural(shared, 'data file')} of {owners}"
+            yield "shared", f"{units.plural(shared, 'data file')} of {owners}, {units.size(fields['shared_bytes'])}"
     if fields["codec"] is not None:
         yield "codec", fields["codec"]
     if record is not None and record.metrics:
@@ -163,7 +163,7 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Levels of the tree. [default: as many as fit 40 lines]")
 @options
 def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, output: Output) -> None:
-    """Show what the checkpoint at URL is and its tensors, as a tree with sizes. Reads the index only, no tensor data.
+    """Describe the checkpoint at URL, and show its tensors as a tree with sizes. Only the index is read.
 
     With GLOB, show each tensor whose name matches; * matches dots too. With --state, GLOB selects paths of values; with --files, the
     data files that contain the tensors. -q prints bare names.

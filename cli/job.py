@@ -43,7 +43,9 @@ def _parse_cuts(context: click.Context, parameter: click.Parameter, texts: tuple
 @click.command("plan", short_help="Show what a load into a layout would read.")
 @click.argument("url", type=URL)
 @click.option("--layout", required=True, callback=_parse_layout, metavar="SIZES", help="pp=2,dp=2,fsdp=4,tp=8, or N for fsdp=N.")
-@click.option("--cut", callback=_parse_cuts, multiple=True, metavar="GLOB=DIM", help="Dimension that tp cuts of GLOB. Repeatable.")
+@click.option(
+    "--cut", callback=_parse_cuts, multiple=True, metavar="GLOB=DIM", help="Dimension that tp cuts of tensors named GLOB. Repeatable."
+)
 @click.option("--only", multiple=True, metavar="GLOB", help="Load only tensors whose name matches GLOB. Repeatable.")
 @click.option(
     "--verify", type=OneOf(_VERIFY), default="full", show_default=True, metavar="HOW", help="As for ckpt.load: full, partial, off."
@@ -73,8 +75,8 @@ def plan(
 ) -> None:
     """Show what each rank would read to load the checkpoint at URL, of any format, into a layout. Nothing is loaded.
 
-    Mesh dimensions: dp replicates, fsdp cuts dimension 0, tp cuts projections and embeddings by their usual names, pp deals out layers.
-    The plan is that of ckpt.load; in a job, ckpt.load(..., dry_run=True) plans the state that is really there. Seconds are estimated
+    Mesh dimensions: dp replicates, fsdp cuts dimension 0, tp cuts projections and embeddings by their usual names, pp divides layers.
+    The plan is that of ckpt.load; in a job, ckpt.load(..., dry_run=True) plans the job's own state. Seconds are estimated
     from a sample of the reads.
 
     \b
@@ -112,7 +114,7 @@ def _print_forecast(forecast: MeshForecast, output: Output, world: int) -> None:
     ranks = forecast.ranks
     read = units.size(sum(one.bytes_read for one in ranks))
     output.line(f"{len(ranks)} of {units.plural(world, 'rank')}: {read} in {units.plural(sum(one.requests for one in ranks), 'request')}")
-    output.line(f"about {units.duration(forecast.seconds)} on the slowest ({forecast.estimated_from})")
+    output.line(f"about {_time(forecast.seconds)} on the slowest ({forecast.estimated_from})")
     if forecast.replicated:
         names = ", ".join(forecast.replicated[:3]) + (", …" if len(forecast.replicated) > 3 else "")
         output.talk(f"note: no rule of tp cuts {units.plural(len(forecast.replicated), 'tensor')}, such as {names}: --cut GLOB=DIM does")
@@ -126,8 +128,8 @@ INEXACT = 3
 @click.argument("arguments", nargs=-1, metavar="[-- ARGS...]", type=click.UNPROCESSED)
 @click.option("--at", type=click.IntRange(min=1), required=True, metavar="STEP", help="The step that is saved, and resumed from.")
 @click.option("--after", type=click.IntRange(min=1), default=10, show_default=True, metavar="N", help="Steps that are compared after it.")
-@click.option("--ranks", default="1", show_default=True, metavar="N,N", help="The first saves; it and the others resume.")
-@click.option("--tolerance", type=float, default=1e-4, show_default=True, metavar="REL", help="Of numbers on another number of ranks.")
+@click.option("--ranks", default="1", show_default=True, metavar="N,N", help="Numbers of ranks: the first one saves, and all resume.")
+@click.option("--tolerance", type=float, default=1e-4, show_default=True, metavar="REL", help="Tolerance on other numbers of ranks.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, metavar="SECONDS", help="For each run.")
 @click.option("--folder", metavar="DIR", help="Keep checkpoints, notes and output of the runs here. [default: a temporary folder]")
 @options
@@ -146,9 +148,9 @@ def prove(
     """Run SCRIPT under torchrun on this machine: uninterrupted, interrupted after a step, and resumed. Compare batches, learning rates,
     random generators, parameters, optimizer states and metrics.
 
-    SCRIPT needs no change if it saves and restores by a ckpt.Checkpointer; its checkpoints are in a folder of the proof meanwhile. On as
-    many ranks as saved, the comparison is bit for bit; on others, of batches, and of numbers to rounding. The exit code is 0 if the resume
-    is exact, and 3 if not; then the first difference is shown, and what usually causes it.
+    SCRIPT needs no change if it saves and restores by a ckpt.Checkpointer; its checkpoints go to the folder of
+    the proof. On the same number of ranks the comparison is bit for bit; on others, batches are compared exactly and numbers to rounding.
+    The exit code is 0 if the resume is exact, and 3 if not; then the first difference and its usual cause are shown.
 
     \b
     Example:
@@ -211,7 +213,7 @@ _RECENT = 20
 def advise(root: str, *, mtbf: str, output: Output) -> None:
     """Recommend how often the run at ROOT should save, by Daly's formula: the interval that loses least time to saves and failures.
 
-    The cost of a save is the median of the last 20: for how long they blocked training, by the spans that checkpoints keep. -q prints the
+    The cost of a save is the time for which it blocked training: the median of the last 20 that recorded it. -q prints the
     interval in seconds.
 
     \b

@@ -179,9 +179,9 @@ def _document(seen: WatchSnapshot) -> dict[str, Any]:
     }
 
 
-@click.group("live", cls=CommandGroup, short_help="Show the versions of a live state and who takes them.")
+@click.group("live", cls=CommandGroup, short_help="Show the versions of a live state, and its sinks.")
 def live() -> None:
-    """Look at a live state.
+    """Show the versions of a live state, and its sinks.
 
     \b
     Example:
@@ -189,15 +189,15 @@ def live() -> None:
     """
 
 
-@live.command("status", short_help="Show the versions of a source, and which sink has which.")
+@live.command("status", short_help="Show the versions of a source, and the version of each sink.")
 @click.argument("address", metavar="ADDRESS")
 @time_option("--timeout", default="10s", help="Give up if nothing answers for TIME.")
 @options
 def status(address: str, *, timeout: float, output: Output) -> None:
-    """Show which versions the source at ADDRESS keeps, which sink has which, from whom it took it, and who is late.
+    """Show the versions that the source at ADDRESS keeps, and for each sink its version, where it came from, and whether it is late.
 
-    The source's secret is CKPT_LIVE_SECRET, or is found by itself on the machine of its leader, in its account. With -q, print the step of
-    the newest version.
+    CKPT_LIVE_SECRET is the source's secret. The account of the source needs none on the machine of the source's leader. -q prints the step
+    of the newest version.
 
     \b
     Example:

@@ -36,7 +36,7 @@ COMMANDS = {
     "prove": "Prove that a training script resumes exactly.",
     "stats": "Show where the time of a save went.",
     "watch": "Follow a save in progress.",
-    "live": "Show the versions of a live state and who takes them.",
+    "live": "Show the versions of a live state, and its sinks.",
     "memory": "Run, show or end the daemon that holds checkpoints in memory.",
     "report": "Draw saves as one HTML file.",
     "advise": "Recommend how often a run should save.",

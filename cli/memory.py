@@ -153,10 +153,10 @@ def _users_outside(prefix: str, checkpoints: Iterable[str]) -> list[str]:
 
 
 @memory.command("stop")
-@click.option("--all", "everything", is_flag=True, help="Even if it holds runs, which are lost.")
+@click.option("--all", "everything", is_flag=True, help="End it even if it holds runs, which are lost.")
 @options
 def stop(*, everything: bool, output: Output) -> None:
-    """End the daemon. If it holds runs, they may be those of other jobs: the error names them, and --all ends it all the same.
+    """End the daemon. It does not end while it holds runs, perhaps of other jobs: the error names them, and --all ends it anyway.
 
     \b
     Example:

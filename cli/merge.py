@@ -49,18 +49,18 @@ def _parse_weights(context: click.Context, parameter: click.Parameter, text: str
 @click.argument("sources", metavar="SRC...", type=URL, nargs=-1, required=True)
 @grouped("Average", "--weights", callback=_parse_weights, metavar="W,W,...", help="One weight for each SRC. [default: equal ones]")
 @grouped("Average", "--last", type=click.IntRange(min=2), metavar="N", help="SRC is a run: average its newest N checkpoints.")
-@grouped("Average", "--schedule", type=OneOf(_SCHEDULES), metavar="NAME", help=f"Weights that stand for a decay: {', '.join(_SCHEDULES)}.")
+@grouped("Average", "--schedule", type=OneOf(_SCHEDULES), metavar="NAME", help=f"Weights that replace a decay: {', '.join(_SCHEDULES)}.")
 @grouped("Average", "--any-sum", is_flag=True, help="Accept weights whose sum is not 1.")
 @grouped("Average", "--values-from", type=click.IntRange(min=1), metavar="N", help="SRC with the values. [default: 1; --last: the newest]")
-@grouped("Average", "--copy", multiple=True, metavar="GLOB", help="Take tensors that match GLOB from there too. Repeatable.")
+@grouped("Average", "--copy", multiple=True, metavar="GLOB", help="Copy tensors that match GLOB from that SRC, too. Repeatable.")
 @grouped("Average", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
 @grouped(
     "Output", "--to", default="native", show_default=True, metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}."
 )
-@grouped("Output", "--dtype", metavar="DTYPE", help="Of averaged tensors, except those of optimizers. [default: as they are stored]")
+@grouped("Output", "--dtype", metavar="DTYPE", help="Dtype of averaged tensors, except those of optimizers. [default: as they are stored]")
 @file_options("OUT")
 @grouped("Selection", "--root", metavar="KEY", help="For hf: key of the state that contains the model. [default: the only one]")
-@grouped("Selection", "--only", multiple=True, metavar="GLOB", help="Take only tensors whose new name matches GLOB. Repeatable.")
+@grouped("Selection", "--only", multiple=True, metavar="GLOB", help="Average only tensors whose new name matches GLOB. Repeatable.")
 @grouped("Selection", "--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose new name matches GLOB. Repeatable.")
 @skip_option
 @grouped("Selection", "--optimizer/--no-optimizer", default=False, help="Average optimizer states too, or leave them out (default).")
@@ -188,8 +188,8 @@ def merge_(base: str, adapter: str, target: str, *, dry_run: bool, output: Outpu
 @_threads
 @options
 def extract_(base: str, tuned: str, target: str, *, rank: int, root: str | None, threads: int | None, output: Output) -> None:
-    """Write the adapter of rank R that comes nearest to the difference between the models at TUNED and BASE to the directory OUT. It says
-    how much of the difference the adapter lacks.
+    """Write the adapter of rank R that comes nearest to the difference between the models at TUNED and BASE to the directory OUT. It
+    reports the share of the difference that the adapter lacks.
 
     \b
     Example:

@@ -140,7 +140,7 @@ def mapping_options(command: Callable[..., Any]) -> Callable[..., Any]:
         type=OneOf(_CONVENTIONS, open_ended=True),
         help=f"The convention to translate to: {', '.join(_CONVENTIONS)}.",
     )
-    numbers = _option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number of the model that its files do not contain.")
+    numbers = _option("--set", "numbers", multiple=True, metavar="NAME=N", help="A number that the model's files lack, e.g. heads=32.")
     return names(convention(numbers(with_mapping)))
 
 

@@ -212,7 +212,7 @@ def _show_run(history: History, output: Output) -> None:
     else:
         members = any(saved.member for saved in history.saves)
         job = ("MEMBER",) if members else ()
-        heads = (">STEP", *job, "CREATED", ">SECONDS", ">BLOCKED", ">TENSORS", ">RANKS", "SLOWEST", "NOTE")
+        heads = (">STEP", *job, "CREATED", ">SECONDS", ">BLOCKED", ">BYTES", ">RANKS", "SLOWEST", "NOTE")
         output.table(heads, [_run_row(saved, members=members) for saved in history.saves])
         if history.left_out:
             output.line(f"{units.plural(history.left_out, 'step')} of {history.candidates:,} were left out, evenly")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckpt.runs.step_listing import Step
 
 
-_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">TENSORS", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
+_HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">BYTES", ">ON DISK", ">SHARED", ">RANKS", ">AGE", "~METRICS", "~TAGS", "~LINKS", "~NOTE")
 
 
 @click.command("ls", short_help="List the checkpoints of a run.")
@@ -34,8 +34,8 @@ def ls(root: str, *, output: Output) -> None:
     """List the checkpoints of the run at ROOT, the newest step last.
 
     ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed
-    with the reason, checkpoints of other formats with the name of the format. ON DISK is the size of all files of a checkpoint, SHARED that
-    of data files of other checkpoints that it refers to; TENSORS is the size of its tensors before compression. -q prints only the URLs of
+    with the reason, checkpoints of other formats with the name of the format. BYTES counts its tensors before compression, ON DISK
+    its files, and SHARED the data files of other checkpoints that it refers to. -q prints only the URLs of
     checkpoints that can be loaded.
 
     \b
@@ -138,8 +138,8 @@ _COPY_INTERRUPTED = (
 def cp(source: str, target: str, *, threads: int | None, compare: bool, dry_run: bool, output: Output) -> None:
     """Copy the checkpoint at SRC to DST; both are URLs of any storage. If DST ends in /, the copy gets the name of SRC below it.
 
-    Every byte is checked against its digest on the way, but for what an object store copies within itself; --compare reads that too.
-    The checkpoint exists at DST only when all of it is there. After an interruption the same command resumes. Another checkpoint at DST
+    Every byte is checked against its digest. An object store may copy files itself; --compare reads these, too. DST cannot be opened
+    until it is complete. After an interruption the same command resumes. Another checkpoint at DST
     is never replaced, and nothing is put beside other files. The copy of a virtual checkpoint is self-contained.
     Under torchrun or srun the processes share the files among them.
 
@@ -264,14 +264,14 @@ def tag(url: str, tags: tuple[str, ...], *, delete: bool, output: Output) -> Non
 
 @click.command("rm", short_help="Remove one checkpoint.")
 @click.argument("url", type=URL)
-@click.option("--yes", is_flag=True, help="Remove. Without it, only say what would be removed.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed; the default.")
+@click.option("--yes", is_flag=True, help="Remove. Without it, only show what would be removed.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed; the default.")
 @options
 def rm(url: str, *, yes: bool, dry_run: bool, output: Output) -> None:
-    """Say what removing the checkpoint at URL would free; with --yes, remove it. URL is on any storage.
+    """Show what removing the checkpoint at URL would free; with --yes, remove it. URL is on any storage.
 
     A checkpoint stays if it is tagged, if others of its run refer to its files or point into them, or if a part of a state needs it. Files
-    that are no part of the checkpoint stay, too. Of a symbolic link only the link goes.
+    that are no part of the checkpoint stay, too. Of a symbolic link, only the link is removed.
 
     \b
     Example:

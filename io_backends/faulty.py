@@ -214,6 +214,12 @@ class FaultyBackend(Backend):
         for path in paths:  # one after another, each an operation: the seed decides all
             self.delete(path)
 
+    def abilities(self) -> str | None:
+        return self._inner.abilities()
+
+    def assume(self, abilities: str) -> None:
+        self._inner.assume(abilities)
+
     def link(self, path: str = "") -> str | None:
         return self._inner.link(path)
 

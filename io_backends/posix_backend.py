@@ -19,6 +19,7 @@ from urllib.parse import unquote
 from ckpt.concurrency import map_tasks
 from ckpt.errors import CkptError, NotFoundError, UsageError
 from ckpt.settings import direct
+from ckpt.text import number_of
 
 from . import posix_files as files
 from .checks import byte_view, check_path, check_prefix, check_read, check_size, name_taken, past_end, too_large
@@ -55,6 +56,8 @@ class PosixBackend(Backend):
             after = len(parts) - parts[::-1].index("..")
             path = os.path.join(os.path.realpath("/".join(parts[:after])), *parts[after:])
         self.url = self._root = "/" + os.path.abspath(path).lstrip("/")  # POSIX lets abspath keep two leading slashes
+        self._made = 0
+        """How many directories ``prepare`` has made, of the root and those above it: what fails later leaves none of them empty."""
 
     def _file(self, path: str) -> str:
         return os.path.join(self._root, check_path(path))
@@ -204,6 +207,21 @@ class PosixBackend(Backend):
         file = self._file(path)
         with files.storage_errors(file, "delete"):
             files.delete_below(self._root, path)
+            with suppress(OSError):
+                files.prune_empty(self._root, self._above())
+
+    def _above(self) -> str:
+        """The root, or the directory above what ``prepare`` has made."""
+        parts = self._root.split("/")
+        return "/".join(parts[: len(parts) - self._made]) or "/"
+
+    def abilities(self) -> str | None:
+        """See ``Backend.abilities``: how many directories were made."""
+        return str(self._made) if self._made else None
+
+    def assume(self, abilities: str) -> None:
+        with suppress(ValueError):
+            self._made = min(number_of(abilities), self._root.count("/"))
 
     def link(self, path: str = "") -> str | None:
         """See ``Backend.link``: the absolute path, with all links resolved."""
@@ -221,6 +239,7 @@ class PosixBackend(Backend):
         """See ``Backend.prepare``. Writes a small file and removes it: only that tells whether the file system takes one."""
         with files.storage_errors(self._root, "prepare the directory"):
             made = files.make_directories(self._root)
+            self._made = self._made or len(made)
             probe = os.path.join(self._root, f".prepare-{secrets.token_hex(8)}.tmp")
             try:
                 fd, _ = files.create_file(probe)
@@ -228,8 +247,10 @@ class PosixBackend(Backend):
                     files.write_all(fd, [memoryview(bytes(4096))], 0)
                 finally:
                     os.close(fd)
-            finally:
-                files.remove_file(probe, self._root)
+            except OSError:
+                files.remove_file(probe, self._above())
+                raise
+            files.remove_file(probe, self._root)
             if made:
                 files.sync_directories(self._root, self._root, made)
 

@@ -380,7 +380,7 @@ class Backend(Protocol):
         ``path`` is a directory                       nothing happens: only objects are deleted
         ``path`` is a symbolic link                   the link goes; what it leads to stays
         a part of ``path`` before the last is a link  StorageError that names it; nothing goes: what is beyond belongs to others
-        the last object below the root                the root itself stays
+        the last object below the root                the root itself stays; one that ``prepare`` has just made goes, too
         """
         ...
 
@@ -400,8 +400,8 @@ class Backend(Protocol):
 
         the root is absent                            it can be written to; where directories exist it does, and durably
         the root is there                             its content stays as it is, and nothing is added
-        writing is refused                            AccessError
-        the storage is full                           NoSpaceError
+        writing is refused                            AccessError; what was made goes again
+        the storage is full                           NoSpaceError; what was made goes again
         the root cannot be a directory                StorageError
         """
         ...

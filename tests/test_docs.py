@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 import ckpt
 from ckpt.cli.main import COMMANDS, cli
+from tests.cli.checkpoints import flip
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +39,7 @@ def run_guide(guide: Path) -> int:
     """Run the blocks of a page in the working directory: Python, and the lines of shell blocks that call ``ckpt``. How many there were."""
     names: dict[str, object] = {}
     blocks = re.findall(r"^```(python|sh)\n(.*?)^```", guide.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    Path("train.py").write_text(next((b for language, b in blocks if language == "python"), ""))  # the name of a first block
     for language, block in blocks:
         if language == "python":
             exec(compile(block, str(guide), "exec"), names)
@@ -70,6 +74,54 @@ for guide in map(Path, sys.argv[1:]):
     ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert {line.split()[1] for line in ran.stdout.splitlines() if line.startswith("ran ")} == APART
+
+
+SAMPLES = {
+    "ls": ["ls runs/first"],
+    "inspect": ["inspect runs/first/step-00000030"],
+    "plan": ["plan runs/wide --layout 2"],
+    "verify": ["verify runs/first/step-00000030", "verify runs/damaged"],
+    "diff": ["diff runs/first/step-00000020 runs/first/step-00000030"],
+    "advise": ["advise runs/first --mtbf 6h"],
+    "cp": ["cp runs/first/step-00000030 s3-bucket/runs/a/"],
+    "gc": ["gc runs/first --keep latest=1"],
+    "rm": ["rm runs/tagged"],
+}
+"""Section of docs/cli.md → the commands that print its samples, on the run of the first ten minutes."""
+
+
+def test_samples_are_what_commands_print(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for figures and places, and where a sample has ``…``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    first = re.search(r"^```python\n(.*?)^```", (DOCS / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert first is not None
+    exec(compile(first[1], "train.py", "exec"), {})
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    ckpt.save("runs/wide", {"w": torch.zeros(1024, 1024)})
+    for name in ("damaged", "tagged"):
+        shutil.copytree("runs/first/step-00000030", f"runs/{name}")
+    assert CliRunner().invoke(cli, ["tag", "runs/tagged", "release-1"]).exit_code == 0
+    (data,) = Path("runs/damaged/data").iterdir()
+    flip(data, data.stat().st_size // 2)
+
+    def shape(text: str) -> str:
+        """One line, without figures, sizes, digests and places."""
+        text = re.sub(r"(?:s3://bucket)?/?(?:[\w.-]+/)*runs/[\w/-]+", "URL", text)
+        text = re.sub(r"[0-9a-f]{16}|\d[\d.,:]*(?: (?:[KMGT]i)?B(?!\w)| \d\d:\d\d:\d\d)?", "0", text)
+        return " ".join(text.replace("just now", "0 s ago").replace(" (0/s)", "").split())
+
+    page = (DOCS / "cli.md").read_text()
+    for name, commands in SAMPLES.items():
+        section = page.partition(f"\n## ckpt {name}\n")[2].partition("\n## ")[0]
+        samples = re.findall(r"^```text\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        assert len(samples) == len(commands), name
+        for sample, command in zip(samples, commands, strict=True):
+            result = CliRunner().invoke(cli, shlex.split(command))
+            printed = shape(result.stdout + result.stderr)
+            expected = ".*".join(re.escape(part) for part in shape(sample).split("…"))
+            assert re.fullmatch(expected, printed), f"ckpt {command}: {printed}"
 
 
 def test_guides_share_no_run() -> None:

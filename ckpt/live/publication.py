@@ -141,7 +141,7 @@ def prepare_image(
     own = image.own_table
     return PreparedImage(
         image=image,
-        state=tree.text(collected.state).encode(),
+        state=tree.text(collected.state, sort_keys=False).encode(),
         own=own_blob(collected.own, own) if collected.own or own.tensors else b"",
         segment=segment,
         capture=capture,
@@ -164,8 +164,7 @@ def capture_image(prepared: PreparedImage, threads: int, beat: Callable[[], None
 
 
 def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSegment:
-    """Prove what was captured, and seal it."""
-    prepared.capture.result()
+    """Seal what was captured."""
     with prepared.spans.span("digest", prepared.segment.digests.left):
         digests = prepared.segment.seal(threads, call.check_failures)
     layout = prepared.image.layout
@@ -173,7 +172,7 @@ def seal_image(prepared: PreparedImage, call: Call, threads: int) -> PublishedSe
 
 
 def replica_digests(prepared: PreparedImage, call: Call, threads: int) -> dict[str, str]:
-    """What the leader compares replicas by: digests of what was captured. The state may be another one by now."""
+    """What the leader compares replicas by: digests of what was captured, which is not sealed yet. The state may be another one by now."""
     image, segment = prepared.image, prepared.segment
 
     def captured(name: str) -> LocalTensor:

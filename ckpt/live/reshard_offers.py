@@ -201,7 +201,7 @@ def offer(
         tables = cache.old_tables
         if tables is None or tables.key != key:
             tables = cache.old_tables = OldTables(key, *split_tables(infos, table.aliases, table.own))
-        shared, values = " ".join(map(call.share, tables.parts)), call.share(tree.text(mine.state).encode())
+        shared, values = " ".join(map(call.share, tables.parts)), call.share(tree.text(mine.state, sort_keys=False).encode())
         row: Row = {"table": shared, "state": values, "known": cache.key}
         if mine.own or table.own:
             row["own"] = call.share(own_blob(mine.own, tables.own))

@@ -8,7 +8,9 @@
                 nobody has to be told (``SegmentLayout``)                        the boxes
 
 The memory has no name in any file system: it is gone with its last user, however that ends. When a segment is *sealed*, the kernel lets
-no other process write it or change its size, and its owner's own mapping is read-only.
+no other process write it or change its size, and whoever serves it reads it through a mapping that is read-only. The mapping that fills it
+stays as it is, for the capture alone: to change the protection of all its pages, twice a version, takes more than half of a copy. Readers
+compare digests, so they notice what it would let through.
 
 A segment is filled again when its version is dropped, since fresh memory costs more than the copy into it. So a reader takes a *lease*, a
 shared lock on the file, which the kernel releases when the reader lets go of the memory or dies. The owner renews a segment only if it
@@ -126,25 +128,19 @@ class MemorySegment:
             self._file = make_file(NAME, size)
         except (AttributeError, OSError, OverflowError, ValueError) as err:
             raise _no_memory(size, err) from err
-        try:
-            self._memory = mmap.mmap(self._file, size)
-            if hasattr(mmap, "MADV_DONTFORK"):
-                self._memory.madvise(mmap.MADV_DONTFORK)
-        except (OSError, OverflowError, ValueError) as err:
-            os.close(self._file)
-            raise _no_memory(size, err) from err
         # A publication that fails forgets its segment: the open file is all the memory.
         self._close = when_dropped(self, os.close, self._file)
-        mapped = np.frombuffer(self._memory, dtype=np.uint8)
-        self._address = mapped.ctypes.data
-        self._whole = mapped
-        self.data: Bytes = mapped[DATA : DATA + capacity]
-        self._sealed = False
+        self._memory = self._mapped(mmap.PROT_READ | mmap.PROT_WRITE)
+        self._whole: Bytes = np.frombuffer(self._memory, dtype=np.uint8)
+        self._sealed: Bytes | None = None
+        """The boxes as the read-only mapping has them, which is made when the segment is sealed for the first time."""
         self._fresh = True
         self._begin()
 
     def _begin(self) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
+        self.data: Bytes = self._whole[DATA : DATA + self.capacity]
+        """The boxes: to be filled, and once they are sealed, to be read."""
         self.digests = BlockDigests(self.data)
         self._memory[: len(MAGIC) + TOKEN_BYTES] = MAGIC + self.token
 
@@ -168,14 +164,16 @@ class MemorySegment:
         digests = self.digests.rest(threads, beat)
         at = digests_at(self.capacity)
         self._whole[at : at + digests.nbytes] = digests.view(np.uint8)
-        if not self._sealed:
+        if self._sealed is None:
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
             try:
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals | _FUTURE_WRITE)
             except OSError:  # before Linux 5.1: then only digests tell what another process has changed
                 fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, seals)
+            memory = self._mapped(mmap.PROT_READ)
+            self._sealed = np.frombuffer(memory, dtype=np.uint8)[DATA : DATA + self.capacity]
         self._protect(writable=False)
-        self._sealed = True
+        self.data = self._sealed
         return digests
 
     def renew(self) -> bool:
@@ -195,12 +193,25 @@ class MemorySegment:
         self._close()
         self._file = -1
 
-    def _protect(self, *, writable: bool) -> None:
-        """What this process itself may do to the memory: a stray write ends the process instead of changing what is published."""
+    def _mapped(self, access: int) -> mmap.mmap:
+        size = file_size(self.capacity)
         try:
-            protect(self._address, len(self._whole), writable=writable)
+            memory = mmap.mmap(self._file, size, prot=access)
+            if hasattr(mmap, "MADV_DONTFORK"):
+                memory.madvise(mmap.MADV_DONTFORK)
+        except (OSError, OverflowError, ValueError) as err:
+            raise _no_memory(size, err) from err
+        return memory
+
+    def _protect(self, *, writable: bool) -> None:
+        """What this process may do to token and digests, and so to what lies before and behind the boxes in the mapping that fills them: a
+        stray write ends the process."""
+        address, digests, size = self._whole.ctypes.data, digests_at(self.capacity) // DATA * DATA, len(self._whole)
+        try:
+            protect(address, DATA, writable=writable)
+            protect(address + digests, size - digests, writable=writable)
         except OSError as err:
-            raise _no_memory(len(self._whole), err) from err
+            raise _no_memory(size, err) from err
 
 
 class SegmentPool:

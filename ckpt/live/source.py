@@ -318,6 +318,8 @@ class Source:
     def _seal(self, step: int, prepared: PreparedImage, call: Call, number: int) -> Version:
         rank = self._group.rank
         with call.phase("seal"):
+            prepared.capture.result()
+            replicas = replica_digests(prepared, call, self._threads)
             published = seal_image(prepared, call, self._threads)
             when_dropped(published, self._pool.give, prepared.segment)
             address = prepared.segment.address()
@@ -327,7 +329,7 @@ class Source:
                 "state": call.share(prepared.state),
                 "own": call.share(prepared.own) if prepared.own else None,
                 "segment": [prepared.segment.capacity, published.digest],
-                "replicas": replica_digests(prepared, call, self._threads),
+                "replicas": replicas,
                 "at": [address.file, address.token],
             }
             with self._lock:

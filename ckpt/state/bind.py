@@ -6,7 +6,8 @@ tensors are filled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -116,6 +117,12 @@ def _no_setter(value: object) -> None:
     raise AssertionError("the root of a state is a container and is changed in place")
 
 
+def _reorder(target: OrderedDict[Any, Any], keys: Iterable[Any]) -> None:
+    for key in keys:
+        if key in target:
+            target.move_to_end(key)
+
+
 class _BindWalk(Binder):
     def __init__(self, catalog: Catalog, shard_table: ShardTable, selection: Selection, names: ParamNames, *, cast: bool) -> None:
         super().__init__(catalog, shard_table, selection, cast=cast)
@@ -186,6 +193,8 @@ class _BindWalk(Binder):
             complete = everything and not live and self._left == left
             self.binding.values += [path] if complete else [join(path, key) for run in runs for key in run]
             self.binding.apply += [partial(_take, target, run, children) for run in runs[:1] if run]
+        if isinstance(target, OrderedDict) and not live:  # its order is a part of what it is
+            self.binding.apply.append(partial(_reorder, target, children))
 
     def added(
         self, target: dict[Any, Any], children: Mapping[Any, Node], path: str, *, everything: bool, tensors: bool

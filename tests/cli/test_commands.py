@@ -55,7 +55,7 @@ def test_ls(run_root: Path) -> None:
     size = f"{sum(a.nbytes for a in sample().values())} B"
     head, first, second, third = rows(result)
     disk = {n: units.size(sum(f.stat().st_size for f in (run_root / f"step-{n}").rglob("*") if f.is_file())) for n in (5, 10, 15)}
-    assert head == ["CHECKPOINT", "STEP", "STATUS", "TENSORS", "ON DISK", "RANKS", "AGE", "NOTE"]
+    assert head == ["CHECKPOINT", "STEP", "STATUS", "BYTES", "ON DISK", "RANKS", "AGE", "NOTE"]
     assert first[:6] == ["step-5", "5", "committed", size, disk[5], "2"]
     assert second[:6] == ["step-10", "10", "committed", size, disk[10], "3"]
     assert third[:4] == ["step-15", "15", "unfinished", disk[15]]
@@ -133,7 +133,7 @@ def test_inspect_shows_a_head_and_a_tree(run_root: Path) -> None:
     files = data_files(run_root / "step-10")
     assert fields["step"] == "10"
     assert fields["format"].startswith("ckpt 1, written by ckpt ") and fields["format"].endswith(", 3 ranks")
-    assert fields["on disk"] == f"{units.size(sum(f.stat().st_size for f in files))} in 3 data files"
+    assert fields["files"] == f"3 data files, {units.size(sum(f.stat().st_size for f in files))}"
     arrays = sample()
     assert "int64 in 1 tensor" in fields["dtypes"] and " UTC, " in fields["saved"]
     lines = [line.split() for line in tree.splitlines()[1:-1]]

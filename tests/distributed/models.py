@@ -121,14 +121,15 @@ def whole_model(seed: int, *, moe: bool = False, tied: bool = False) -> Model:
     return Model(moe=moe, tied=tied)
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Two groups with options of their own, as usual: no decay for what has one dimension."""
+def adamw(model: nn.Module, *, fused: bool = True) -> torch.optim.AdamW:
+    """Two groups with options of their own, as usual: no decay for what has one dimension. A fused step is one operation, which saves time:
+    torch plans each of DTensors. The other one takes lists of tensors."""
     named = list(model.named_parameters())
     groups = [
         {"params": [p for _, p in named if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim <= 1], "weight_decay": 0.0, "lr": LEARNING_RATE / 2},
     ]
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.8, 0.95), fused=True)  # one operation: torch plans each of DTensors
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.8, 0.95), fused=fused, foreach=not fused)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,9 +177,9 @@ class Trained:
         return {"model": self.model, "optimizer": self.optimizer}
 
 
-def trained(model: nn.Module) -> Trained:
+def trained(model: nn.Module, *, fused: bool = True) -> Trained:
     """A model that can be called as it is, with AdamW."""
-    optimizer = adamw(model)
+    optimizer = adamw(model, fused=fused)
 
     def step() -> None:
         loss_of(model).backward()
@@ -241,3 +242,5 @@ TORCH_LAYOUTS: dict[str, tuple[int, Callable[[Model], nn.Module]]] = {
     "fsdp2-tp2": (4, _fsdp_tp),
 }
 """Number of ranks, and what makes the model of one piece one of this layout."""
+NOT_FUSED = "fsdp3"
+"""The layout whose optimizer is not fused."""

@@ -12,7 +12,20 @@ import torch.distributed as dist
 from torch import nn
 
 from ckpt import Layout, Replicate, Shard, Uneven, experts, pipeline
-from tests.distributed.models import BLOCKS, EXPERTS, TORCH_LAYOUTS, VOCAB, Model, Part, Trained, adamw, loss_of, trained, whole_model
+from tests.distributed.models import (
+    BLOCKS,
+    EXPERTS,
+    NOT_FUSED,
+    TORCH_LAYOUTS,
+    VOCAB,
+    Model,
+    Part,
+    Trained,
+    adamw,
+    loss_of,
+    trained,
+    whole_model,
+)
 
 CUT = dict.fromkeys(("embed.weight", "head.weight", "up.weight", "up.bias", "gate.weight", "gate.bias"), 0)
 CUT |= {"down.weight": 1, "out.weight": 1}
@@ -114,4 +127,4 @@ def build(layout: str, seed: int) -> Trained:
     if layout in PLAIN_LAYOUTS:
         return PLAIN_LAYOUTS[layout][1](seed)
     model = whole_model(seed, moe=layout.startswith("moe-"))
-    return trained(TORCH_LAYOUTS[layout.removeprefix("moe-")][1](model))
+    return trained(TORCH_LAYOUTS[layout.removeprefix("moe-")][1](model), fused=layout != NOT_FUSED)

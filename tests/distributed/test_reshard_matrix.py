@@ -131,7 +131,7 @@ def load_all(target: str, sources: Sequence[tuple[str, str]]) -> dict[tuple[str,
             seen = {problem.partition(":")[0] for problem in differences_here(which, at, source.full)}
             assert {name for name, place in at.items() if place.elements.numel()} <= seen, "spoiled tensors pass for loaded ones"
         if mode == "new":
-            which.optimizer = adamw(which.model)
+            which.optimizer = adamw(which.model, fused=which.optimizer.defaults["fused"])
         try:
             found[source.layout, mode] = load_one(target, which, at, source, mode)
         except Exception as err:  # noqa: BLE001  the test of this pair fails with it; the other pairs go on

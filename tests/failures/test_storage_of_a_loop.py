@@ -93,7 +93,9 @@ def test_a_full_disk(mount: Path) -> None:
     spoilt(loop, fill, filler.unlink, NoSpaceError)
     loop.check(10, 12)
     files = {p.relative_to(mount / "run").parts[0] for p in mount.rglob("*") if p.is_file()}
-    assert files == {"step-00000010", "step-00000012", "ckpt-log.json"}, "what failed is removed, and noted"
+    assert files == {path.name for path in loop.root.iterdir()} == {"step-00000010", "step-00000012", "ckpt-log.json"}, (
+        "what failed is removed, its directory too, and noted"
+    )
 
 
 def test_a_file_system_that_becomes_read_only(mount: Path) -> None:

@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ckpt
+from ckpt.engine.verify import verify
 from ckpt.errors import NoSpaceError, StorageError, UsageError
 from ckpt.io_backends import PosixBackend
 from ckpt.io_backends import posix_direct as posix_direct
 from ckpt.io_backends import posix_direct as posix_probe
 from ckpt.io_backends import posix_writer as posix_writer
-from ckpt.io_backends.posix_direct import LARGE_FILE, PAGE, Cost, FileSystem, pays, split
+from ckpt.io_backends.posix_direct import LARGE_FILE, PAGE, Cost, DirectFile, FileSystem, pays, split
 from ckpt.io_backends.posix_files import kind_of_file_system
+from ckpt.policies import EverySteps
 
 MIB = 1 << 20
 SIZE = 6 * MIB + 1234
@@ -556,3 +560,37 @@ def test_the_variable_is_checked(backend: PosixBackend, monkeypatch: pytest.Monk
     with pytest.raises(UsageError, match="CKPT_DIRECT"):
         backend.create("a", 1)
     assert backend.list_dir() == []
+
+
+@pytest.mark.usefixtures("takes_direct")
+def test_saves_of_a_loop_go_past_the_page_cache_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    direct, write = [0], DirectFile.write
+
+    def counted(self: DirectFile, view: memoryview, offset: int) -> int:
+        taken = write(self, view, offset)
+        direct[0] += taken
+        return taken
+
+    monkeypatch.setattr(DirectFile, "write", counted)
+    model = torch.nn.Linear(1 << 10, 3000)  # 12 MB, twice more for the optimizer; none ends at a page
+    odd = torch.arange((1 << 20) + 3, dtype=torch.float64)[3:]
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "odd": odd, "n": 0}
+    root, saved = str(tmp_path / "run"), dict[int, dict[str, torch.Tensor]]()
+    with ckpt.Checkpointer(root, save=EverySteps(1)) as c:
+        for n in (1, 2):
+            model(torch.ones(2, 1 << 10)).square().sum().backward()
+            optimizer.step()
+            odd += 1
+            state["n"] = n
+            c.step(n, state)
+            saved[n] = {"odd": odd.clone(), **{f"model.{k}": v.clone() for k, v in model.state_dict().items()}}
+        assert c.handle is not None
+        c.handle.result()
+    assert direct[0] > 80 * MIB, "the device took them from memory"
+    for n, tensors in saved.items():
+        assert not verify(f"{root}/step-{n:08d}").problems
+        into = {"model": torch.nn.Linear(1 << 10, 3000), "odd": torch.zeros_like(odd), "n": 0}
+        ckpt.load(f"{root}/step-{n:08d}", into, only=["model.*", "odd", "n"])
+        assert into["n"] == n and torch.equal(into["odd"], tensors["odd"])
+        assert all(torch.equal(value, tensors[f"model.{name}"]) for name, value in into["model"].state_dict().items())

@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import mmap
 import os
 import re
 import signal
@@ -292,9 +291,8 @@ def _flipping(fault: Fault, job: str) -> Iterator[None]:
 def _flip_in_memory(version: int) -> None:
     """Flip a bit of the first tensor, in its lower half, in the memory that this process has published: find it by its bytes."""
     wanted = (np.arange(64, dtype=np.float32) + ROWS * 3 // 4 * COLUMNS + 1000 * version).tobytes()
-    libc = ctypes.CDLL(None, use_errno=True)
     for line in Path("/proc/self/maps").read_text().splitlines():
-        at = re.match(r"([0-9a-f]+)-([0-9a-f]+) .*memfd:", line)
+        at = re.match(r"([0-9a-f]+)-([0-9a-f]+) rw.*memfd:", line)
         if at is None:
             continue
         start, end = int(at[1], 16), int(at[2], 16)
@@ -302,9 +300,6 @@ def _flip_in_memory(version: int) -> None:
         place = bytes(data).find(wanted)
         if place < 0:
             continue
-        page = (start + place) // mmap.PAGESIZE * mmap.PAGESIZE
-        if libc.mprotect(ctypes.c_void_p(page), 2 * mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
-            raise OSError(ctypes.get_errno(), "mprotect")
         data[place + 5] ^= 4
         return
     raise AssertionError("the version is in no memory of this process")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import ckpt
 from ckpt.errors import CkptError, CorruptError, TornError
 from ckpt.live import Sink, Source
+from ckpt.live.segment import DATA
 from tests.distributed.ranks import Lost, Ranks
 from tests.live import jobs
 from tests.live.jobs import Job, fsdp_state, leave, replicated_state, step_of, tp_state, until, wait_for
@@ -189,9 +190,7 @@ def corrupt(source: Source, at: int) -> None:
     """Flip a byte of what is published, as a bad memory chip does."""
 
     segment = source._published[max(source._published)].segment
-    segment._protect(writable=True)
-    segment.data[at] ^= 1
-    segment._protect(writable=False)
+    segment._whole[DATA + at] ^= 1
 
 
 @pytest.mark.parametrize("local", ["on", "off"])

@@ -16,13 +16,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import NamedTuple
 
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
-from ckpt.errors import AccessError, ConsistencyError
+from ckpt.errors import AccessError, ConsistencyError, StateError
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
+from ckpt.formats.native.datafile import name_problem
 from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
@@ -134,6 +136,11 @@ class Leader:
         self.call.fetch_all([*shared, *own.values()])
         joined = join_tables([(ranks, Table.from_bytes(self.call.fetch(d))) for d, ranks in shared.items()], merge_flat_shards=merge)
         tables = Tables(key, joined, {position: Table.from_bytes(self.call.fetch(d)) for position, d in own.items()})
+        # What has bytes is looked at by whoever writes them; aliases and empty tensors have none.
+        names = {*joined.tensors, *joined.aliases}.union(*(chain(t.aliases, (s.name for s in t.tensors)) for t in tables.own.values()))
+        problem = next(filter(None, map(name_problem, names)), None)
+        if problem is not None:
+            raise StateError(problem, hint="rename the tensor")
         self.known[:] = [*self.known, tables][-KEPT:]
         return tables
 

@@ -150,7 +150,7 @@ def prepare(job: SaveJob, state: object, *, background: bool = False) -> RankSha
         collected = collect(
             state, rank=group.rank, ranks=group.ranks, layout=options.layout, shards=job.cache.plans.shards, part=options.part
         )
-        values = tree.text(collected.state).encode()
+        values = tree.text(collected.state, sort_keys=False).encode()
         own_values = json.dumps(collected.own).encode() if collected.own else b""
     with spans.span("plan"):
         how = WriteOptions(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -78,8 +79,8 @@ def _sections(report: Report) -> Iterator[Markup]:
     elif detail is not None:
         yield _tiles(detail, report)
         save = detail.save
-        verdict = tag("p", f"{save.verdict[0].upper()}{save.verdict[1:]}.", class_="big")
-        items = [tag("li", tag("b", advice.what), " ", tag("span", advice.why)) for advice in detail.advice]
+        verdict = tag("p", _unbroken(f"{save.verdict[0].upper()}{save.verdict[1:]}."), class_="big")
+        items = [tag("li", tag("b", _unbroken(advice.what)), " ", tag("span", _unbroken(advice.why))) for advice in detail.advice]
         rest = tag("ul", *items, class_="advice") if items else tag("p", "Nothing stands out that would be worth changing.", class_="about")
         yield _section("What to do", verdict, rest)
     else:
@@ -151,6 +152,11 @@ def _section(title: str, *parts: str | Markup, about: str = "") -> Markup:
     return tag("section", *heads, *([tag("p", about, class_="about")] if about else []), *parts)
 
 
+def _unbroken(text: str) -> str:
+    """A line ends between words, not between a figure and its unit."""
+    return re.sub(r"(?<=≥) |(?<=\d) (?=(?:s|[KMGT]iB|[×%])\W)", "\u00a0", text)
+
+
 def _subtitle(report: Report) -> Markup:
     saves = units.plural(sum(len(one.saves) for one in report.series), "save")
     if report.detail is None:
@@ -174,7 +180,7 @@ def _tiles(detail: Detail, report: Report) -> Markup:
     tiles = [
         ("durable after", f"{brief(save.seconds)} s", "the slowest rank's wall time"),
         ("training blocked", _blocked(save), where),
-        ("tensors", units.size(record.tensor_bytes), units.plural(sum(kind.tensors for kind in detail.kinds), "tensor")),
+        ("size", units.size(record.tensor_bytes), units.plural(sum(kind.tensors for kind in detail.kinds), "tensor")),
         ("rate", f"{units.size(_rate(detail.saved))}/s", "all ranks together"),
         ("ranks", f"{record.world_size:,}", f"{units.size(record.tensor_bytes / max(record.world_size, 1))} each"),
         ("stragglers", f"{len(save.stragglers):,}", "ranks above 1.5 × the median" if save.stragglers else "no rank holds the others up"),
@@ -231,7 +237,7 @@ def _over_runs(report: Report) -> Iterator[Markup]:
             "failed saves": f"{len(run.failed):,}",
             "saves with stragglers": f"{sum(bool(save.stragglers) for save in saves):,}",
             "ranks, newest": f"{newest.world_size:,}",
-            "tensors, newest": units.size(newest.tensor_bytes),
+            "size, newest": units.size(newest.tensor_bytes),
             "rate, median": f"{units.size(median(map(_rate, run.known)))}/s",
         }
         for name, seconds in (("durable after", [save.seconds for save in saves]), ("training blocked", blocked)):
@@ -264,7 +270,7 @@ def _panels(series: Sequence[Series], names: Sequence[str], anchors: Mapping[str
                 "durable": (save.seconds, f"durable after {brief(save.seconds)} s"),
                 "blocked": (save.blocked, f"blocked {_blocked(save)}"),
                 "rate": (_rate(saved), f"{units.size(_rate(saved))}/s"),
-                "tensors": (float(record.tensor_bytes), units.size(record.tensor_bytes)),
+                "size": (float(record.tensor_bytes), units.size(record.tensor_bytes)),
                 "stragglers": (float(len(save.stragglers)), units.plural(len(save.stragglers), "straggler")),
             }[figure]
             drawn.append(Point(x=x, y=y, label=f"{name}{_name(saved)}: {shown}", target=anchors.get(saved.url)))
@@ -286,7 +292,7 @@ def _panels(series: Sequence[Series], names: Sequence[str], anchors: Mapping[str
     panels = [
         *[charts.series(title, lines(*title.split(", ")), lambda y: f"{brief(y)} s", axis) for title in seconds],
         charts.series("rate", lines("rate"), lambda y: f"{units.size(y)}/s", axis),
-        charts.series("tensors", lines("tensors"), units.size, axis),
+        charts.series("size", lines("size"), units.size, axis),
         charts.series("stragglers", lines("stragglers"), lambda y: f"{y:,.0f}", axis),
     ]
     return tag("div", *panels, class_="panels")
@@ -346,7 +352,7 @@ def _phases(saved: SavedSpans) -> Markup:
     assert save is not None
     verdict = f"Durable after {brief(save.seconds)} s, training blocked {_blocked(save)}: {save.verdict}."
     about = "The bar is the slowest rank, the mark the median rank. Threads that work at once count each: phases do not add up to the save."
-    return _section(f"Phases of {_name(saved)}", tag("p", verdict), charts.phase_rows(save), about=about)
+    return _section(f"Phases of {_name(saved)}", tag("p", _unbroken(verdict)), charts.phase_rows(save), about=about)
 
 
 def _of_one(detail: Detail, anchor: str) -> Iterator[Markup]:

@@ -308,13 +308,11 @@ class HeatMap:
 def heat_map(
     save: SaveSummary, tables: Mapping[int, SpanTable], groups: Sequence[range | tuple[int, ...]], *, typical: bool = False
 ) -> HeatMap:
-    """The phases in the order of ``save``, work before waiting; each cell is the slowest rank of one of ``groups``, or a ``typical`` one:
-    the median."""
+    """The phases in the order of ``save``; each cell is the slowest rank of one of ``groups``, or a ``typical`` one: the median."""
     floor = 1e6 * floor_of(save.seconds)
-    names = sorted((phase.phase for phase in save.phases), key=lambda name: name in WAITING)
     rows: dict[str, tuple[Cell | None, ...]] = {}
     medians: dict[str, float] = {}
-    for name in names:
+    for name in (phase.phase for phase in save.phases):
         sums = {rank: table.sums[name] for rank, table in tables.items() if name in table.sums}
         middle = medians[name] = median(one.busy for one in sums.values())
         cells: list[Cell | None] = []
@@ -352,7 +350,7 @@ def terminal_lines(save: SaveSummary, tables: Mapping[int, SpanTable], encoding:
         shades.encode(encoding)
     except (UnicodeEncodeError, LookupError):
         shades = _SHADES["ascii"]
-    title = f"ranks 0 to {ranks - 1}" + (f", {size} a column" if size > 1 else "")
+    title = (f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0") + (f", {size} a column" if size > 1 else "")
     width = min(max(len(heat.groups), len(title)), _COLUMNS)
     yield f"{'PHASE':{_LABEL}}  {title:{width}}  SLOWEST"
     for name, cells in heat.rows.items():
