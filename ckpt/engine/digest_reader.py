@@ -111,10 +111,6 @@ class DigestReader:
         self._lock = threading.Lock()
         self._local = _Scratch()
 
-    def needs_whole(self, extent: Extent) -> bool:
-        """Whether a chunk has to be read whole although only a part of it is needed."""
-        return extent.codec is not None or (self.verify == "full" and extent.digest is not None)
-
     def span(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
         return _NO_SPAN if self._spans is None else self._spans.span(phase, nbytes)
 
