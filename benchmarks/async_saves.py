@@ -40,11 +40,6 @@ Samples = dict[str, list[dict[str, float]]]
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
-    """In one place."""
-    return [blocked(settings, pool, place, tell)]
-
-
-def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding:
     """Seconds that the trainer waits for a save, beside one copy of the rank's bytes into memory that is warm."""
     n = settings.ranks
     pool.run(tasks.prepare, on=n, recipe=Recipe(kind="sharded", ranks=n, size=settings.size * n))
@@ -52,7 +47,8 @@ def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding
     samples: Samples = {c: [] for c in CONTESTANTS}
     for repetition, contestant in turns(CONTESTANTS, settings.repeat):
         directory = place.fresh(contestant)
-        found = _slowest(pool.run(block, on=n, contestant=contestant, directory=directory))
+        ranks = pool.run(block, on=n, contestant=contestant, directory=directory)
+        found = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
         tell(f"async on {n}, {place.label}: {contestant} call {found['call']:.3f} s, blocked {found['blocked']:.3f} s")
         place.fresh(contestant)
         if repetition > 0:
@@ -70,18 +66,10 @@ def blocked(settings: Settings, pool: Pool, place: Place, tell: Tell) -> Finding
         at_most(f"CPU time of an eager call in copies of the same bytes: {where}", mine["ckpt eager"]["cpu"] / copy["cpu"], EAGER),
         at_most(f"lazy call: {where}", 1000 * mine["ckpt lazy"]["call"], 1000 * LAZY, "ms"),
     )
-    return Finding(
-        scenario="async",
-        title=f"the trainer waits, ranks {n}, {place.label}, {settings.size / 1e6:,.0f} MB per rank",
-        columns=("", "call s", "copies", "CPU s", "copies", "call and step s", "copies", "durable s"),
-        rows=rows,
-        figures={"place": place.label, "medians": mine, "samples": samples},
-        checks=checks,
-    )
-
-
-def _slowest(ranks: list[dict[str, float]]) -> dict[str, float]:
-    return {key: max(r[key] for r in ranks) for key in ranks[0]}
+    title = f"the trainer waits, ranks {n}, {place.label}, {settings.size / 1e6:,.0f} MB per rank"
+    columns = ("", "call s", "copies", "CPU s", "copies", "call and step s", "copies", "durable s")
+    figures = {"place": place.label, "medians": mine, "samples": samples}
+    return [Finding(scenario="async", title=title, columns=columns, rows=rows, figures=figures, checks=checks)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- on the ranks

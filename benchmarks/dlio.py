@@ -127,11 +127,9 @@ def run(contestant: str, folder: Path) -> dict[str, Any]:
     """Medians, worst and sums of ten writes and ten reads."""
     rows = folder / "rows"
     rows.mkdir()
-    options = {
+    options: dict[str, Any] = {
         "checkpoint.checkpoint_mechanism_classname": f"benchmarks.dlio.{contestant}",
         "checkpoint.checkpoint_folder": folder / "data",
-    }
-    options |= {
         "checkpoint.time_between_checkpoints": 0,
         "checkpoint.num_checkpoints_write": TIMES,
         "checkpoint.num_checkpoints_read": TIMES,

@@ -1,16 +1,14 @@
 """Scale of loads: what one rank plans of a load of 405 billion parameters, as thousands of ranks wrote them. One process plays the ranks.
 
-*gathered*: flat over all ranks → bfloat16 weights in 8 parts: every file is looked into, and one of each ``BATCH`` is read. *shared*: who
-reads what for whom. *verdict*: what every rank reads of machines.
+Flat over all ranks → bfloat16 weights in 8 parts: every file is looked into, and one of each ``BATCH`` is read.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,7 +29,6 @@ from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.placement_base import Split
 from ckpt.plan.layout.placements import Flat, Shard
 from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.machines import spell
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.state.tensors import LocalShard, LocalTensor
 
@@ -46,51 +43,25 @@ from .scenarios import Settings, Tell
 BATCH = 128
 """Files that are there at a time."""
 SECONDS, MEGABYTES = 10.0, 500.0
-SHARE_SECONDS = 1.0
-VERDICTS = 10.0
-"""Megabytes that all ranks together read of verdicts."""
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
     """Of ``settings`` only ``large_layers`` and ``large_ranks`` are used."""
     layers, ranks = settings.large_layers, settings.large_ranks
-    found: dict[str, Any] = {}
-    for name, part in PARTS.items():
-        files = {"directory": place.fresh("files")} if part is gather else {}
-        found |= pool.run(part, on=1, layers=layers, ranks=ranks, **files)[0]
-        tell(f"scale, load, {name}: done")
+    found: dict[str, Any] = pool.run(gather, on=1, layers=layers, ranks=ranks, directory=place.fresh("files"))[0]
+    tell("scale, load: done")
     rows = [
-        ("gathered from all ranks: plan with headers, CPU s", f"{found['gather_cpu']:.1f}"),
+        ("plan with headers, CPU s", f"{found['gather_cpu']:.1f}"),
         ("memory of it, MB", f"{found['gather_mb']:.0f}"),
         ("files, chunks", f"{found['gather_files']:,}, {found['gather_chunks']:,}"),
         ("headers, GB", f"{found['gather_headers'] / 1e9:.2f}"),
         ("calls of the storage that read chunks", f"{found['gather_calls']:,}"),
         ("bytes read for each needed", f"{found['gather_read'] / found['gather_needed']:.2f}"),
         ("reading one file of each batch, CPU s per GB", f"{found['read_cpu_per_gb']:.2f}"),
-        ("shared, flat over an eighth, CPU s", f"{found['share_flat']:.2f}"),
-        ("shared, HSDP over as many, CPU s", f"{found['share_hsdp']:.2f}"),
-        ("shared, flat onto TP 8 with replicas, 4 layers, CPU s", f"{found['share_tp']:.2f}"),
-        ("shared, flat onto replicas, an eighth of the ranks, 4 layers, CPU s", f"{found['share_ddp']:.2f}"),
-        ("verdicts of all ranks, MB", f"{found['verdict_mb']:.2f}"),
     ]
-    return [
-        Finding(
-            scenario="scale",
-            title=f"load of 4 × {layers} layers that {ranks:,} ranks wrote, as one rank plans it",
-            columns=("", "ckpt"),
-            rows=rows,
-            figures=found,
-            checks=(
-                at_most("gather", found["gather_cpu"], SECONDS, "CPU s"),
-                at_most("gather", found["gather_mb"], MEGABYTES, "MB"),
-                at_most("shared, flat", found["share_flat"], SHARE_SECONDS, "CPU s"),
-                at_most("shared, HSDP", found["share_hsdp"], SHARE_SECONDS, "CPU s"),
-                at_most("shared, TP 8", found["share_tp"], SHARE_SECONDS, "CPU s"),
-                at_most("shared, replicas", found["share_ddp"], SHARE_SECONDS, "CPU s"),
-                at_most("verdicts", found["verdict_mb"], VERDICTS, "MB"),
-            ),
-        )
-    ]
+    checks = at_most("gather", found["gather_cpu"], SECONDS, "CPU s"), at_most("gather", found["gather_mb"], MEGABYTES, "MB")
+    title = f"load of 4 × {layers} layers that {ranks:,} ranks wrote, as one rank plans it"
+    return [Finding(scenario="scale", title=title, columns=("", "ckpt"), rows=rows, figures=found, checks=checks)]
 
 
 # --------------------------------------------------------------------------------------------------------------- the state
@@ -264,24 +235,3 @@ def share_seconds(layers: int, before: TensorLayout, after: TensorLayout) -> flo
     sharing.divide((), None, worth_all)
     gc.enable()
     return cpu_seconds() - began
-
-
-def shared(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
-    """Seconds to divide what ranks read for each other; where all want very much of all, of four layers, which have all shapes."""
-    del rank
-    few = min(layers, 4)
-    return {
-        "share_flat": share_seconds(layers, flat(ranks), flat(max(ranks // 8, 1))),
-        "share_hsdp": share_seconds(layers, hsdp(ranks), hsdp(ranks)),
-        "share_tp": share_seconds(few, flat(ranks), tensor_parallel(ranks)),
-        "share_ddp": share_seconds(few, flat(max(ranks // 8, 1)), replicated(max(ranks // 8, 1))),
-    }
-
-
-def verdict(rank: Rank, *, layers: int, ranks: int) -> dict[str, Any]:
-    """Bytes that all ranks read about machines of 8 ranks."""
-    del rank, layers
-    return {"verdict_mb": ranks * len(json.dumps(spell([f"machine {i // 8}" for i in range(ranks)]))) / 1e6}
-
-
-PARTS: dict[str, Callable[..., dict[str, Any]]] = {"gather": gather, "share": shared, "verdict": verdict}

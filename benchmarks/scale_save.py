@@ -7,11 +7,9 @@ storage only says that the data files are there. So no figure has the store or t
 from __future__ import annotations
 
 import json
-import math
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import linear_regression
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -193,14 +191,10 @@ RANK = {"FSDP2": scale_jobs.fsdp, "HSDP": scale_jobs.hsdp, "flat": scale_jobs.ze
 EXPERTS = {"EP64": scale_jobs.experts, "all experts": scale_jobs.every_expert}
 OWN = 3
 """Tensors that each rank has of its own: the states of its random number generators."""
-GROWTH = 1.1
-"""Most exponent with which work may grow with the ranks."""
 RANK_MOST, FAR_MOST, LEADER_MOST, LATER_MOST, EXPERTS_MOST, ALL_MOST, OWN_MOST, OWN_INDEX = 1.0, 2.5, 5.0, 1.0, 10.0, 2.0, 1.0, 3e6
 SPANS_MOST, SPANS_FILE = 0.5, 5e6
 """The marks, at ``MARKED`` ranks: CPU seconds, and bytes of the index and of the file of spans."""
 MARKED = 16_384
-FLOOR = 0.05
-"""CPU seconds below which nothing is said of growth: what does not grow with the ranks is more than what does."""
 
 
 def run(settings: Settings, pool: Pool, place: Place, tell: Tell) -> list[Finding]:
@@ -231,28 +225,18 @@ def measure(rank: Rank, *, what: str, kind: str, ranks: int, layers: int, own: i
     return found | {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
 
 
-def exponent(costs: Mapping[int, float]) -> float:
-    """The power of the ranks with which a cost grows: that of the line that fits best. 0 where the cost is too small to say."""
-    at, cost = [[math.log(x) for x in column] for column in zip(*((n, max(c, FLOOR)) for n, c in costs.items()), strict=True)]
-    return linear_regression(at, cost).slope if len(at) > 1 else 0.0
-
-
 def _plans(plans: Mapping[str, Mapping[int, Mapping[str, float]]], ranks: int) -> Finding:
     rows, checks = [], []
     for kind, by_ranks in plans.items():
-        growth = exponent({n: found["first"] for n, found in by_ranks.items()})
         for n, found in by_ranks.items():
             seconds = f"{found['first']:.2f}", f"{1000 * found['second']:.1f}"
-            rows.append(
-                (kind, f"{n:,}", f"{found['tensors']:,}", *seconds, f"{found['table']:,}", f"{found['peak_mb']:.0f}", f"{growth:.1f}")
-            )
-        checks.append(at_most(f"growth of a rank's plan with its ranks, {kind}", growth, GROWTH))
+            rows.append((kind, f"{n:,}", f"{found['tensors']:,}", *seconds, f"{found['table']:,}", f"{found['peak_mb']:.0f}"))
         if ranks == MARKED:
             most = RANK_MOST if kind in RANK else ALL_MOST
             checks.append(at_most(f"a rank's first plan, {kind}, {ranks:,} ranks", by_ranks[ranks]["first"], most, "CPU s"))
     if ranks == MARKED:
         checks.append(at_most(f"a rank's first plan, FSDP2, {4 * ranks:,} ranks", plans["FSDP2"][4 * ranks]["first"], FAR_MOST, "CPU s"))
-    columns = ("job", "ranks", "tensors", "first plan, CPU s", "second, ms", "table, bytes", "process, MB", "exponent")
+    columns = ("job", "ranks", "tensors", "first plan, CPU s", "second, ms", "table, bytes", "process, MB")
     figures = {kind: {str(n): dict(found) for n, found in by_ranks.items()} for kind, by_ranks in plans.items()}
     return Finding(scenario="scale", title="the plan of one rank of a save", columns=columns, rows=rows, figures=figures, checks=checks)
 
@@ -266,12 +250,9 @@ def _leads(
     named = {**leads, "FSDP2": without, f"FSDP2 and {OWN} tensors of each rank's own": own}
     rows, checks = [], []
     for kind, by_ranks in named.items():
-        growth = {save: exponent({n: found[f"all_{save}"] for n, found in by_ranks.items()}) for save in (0, 1)}
         for n, found in by_ranks.items():
             seconds = (f"{found[f'{what}_{save}']:.2f}" for save in (0, 1) for what in ("check", "commit", "spans"))
-            grew = " ".join(f"{growth[save]:.1f}" for save in (0, 1))
-            rows.append((kind, f"{n:,}", *seconds, f"{found['tables']:,.0f}", f"{found['index']:,.0f}", f"{found['peak_mb']:.0f}", grew))
-        checks += [at_most(f"growth of the leader's save {save + 1} with its ranks, {kind}", growth[save], GROWTH) for save in (0, 1)]
+            rows.append((kind, f"{n:,}", *seconds, f"{found['tables']:,.0f}", f"{found['index']:,.0f}", f"{found['peak_mb']:.0f}"))
     if ranks == MARKED:
         three, experts = leads["3-D"][ranks], leads["EP64"][ranks]
         more = own[ranks]["check_0"] + own[ranks]["commit_0"] - without[ranks]["check_0"] - without[ranks]["commit_0"]
@@ -284,20 +265,7 @@ def _leads(
             at_most(f"values of each rank's own, {ranks:,} ranks: more of the leader", more, OWN_MOST, "CPU s"),
             at_most(f"values of each rank's own, {ranks:,} ranks: index that every reader opens", own[ranks]["index"], OWN_INDEX, "bytes"),
         ]
-    columns = (
-        "job",
-        "ranks",
-        "check",
-        "commit",
-        "spans",
-        "2nd check",
-        "commit",
-        "spans",
-        "told, bytes",
-        "index, bytes",
-        "process, MB",
-        "exponents",
-    )
+    columns = ("job", "ranks", "check", "commit", "spans", "2nd check", "commit", "spans", "told, bytes", "index, bytes", "process, MB")
     figures = {kind: {str(n): dict(found) for n, found in by_ranks.items()} for kind, by_ranks in named.items()}
     return Finding(
         scenario="scale",

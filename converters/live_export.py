@@ -119,7 +119,7 @@ class Export:
         table, _ = split_tables((t.info for t in shard_table.tensors.values()), shard_table.aliases, shard_table.own)
         return {
             "table": self.call.share(table.to_bytes()),
-            "state": self.call.share(tree.text(self.collected.state).encode()),
+            "state": self.call.share(tree.text(self.collected.state, sort_keys=False).encode()),
             "options": json.dumps(asdict(self.options), sort_keys=True),
         }
 

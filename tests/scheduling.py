@@ -5,12 +5,16 @@ with much, two at a time, while one worker goes on with those of one process. In
 from __future__ import annotations
 
 import ast
+import compileall
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 
+ROOT = Path(__file__).parent.parent
 SERVER = ("tests/s3/", "tests/faults/", "tests/io_backends/test_fsspec_s3fs.py", "tests/io_backends/test_requests.py")
 """The tests that need an object store, which takes as long to start as many of them: they go to one worker."""
 LONG = (
@@ -34,7 +38,7 @@ BESIDE = 2
 @cache
 def alone() -> set[str]:
     """Files and functions with the mark, by the source: workers tell the scheduler names of tests, and no marks."""
-    root, names = Path(__file__).parent, set[str]()
+    root, names = ROOT / "tests", set[str]()
     for path in root.rglob("test_*.py"):
         if "mark.alone" in (text := path.read_text()):
             file = path.relative_to(root.parent).as_posix()
@@ -47,6 +51,24 @@ def alone() -> set[str]:
 
 def is_alone(nodeid: str) -> bool:
     return not alone().isdisjoint({nodeid.partition("::")[0], nodeid.partition("[")[0]})
+
+
+def compile_share(config: pytest.Config) -> None:
+    """In a worker of the whole suite: compile some of the modules, as the other workers do others. In a fresh checkout, each would compile
+    most of them."""
+    if all(Path(arg).resolve() != ROOT / "tests" for arg in config.args):
+        return
+    number, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
+    rooms = ("ckpt", "formats", "io_backends", "converters", "cli", "benchmarks", "tests")
+    modules = sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
+    for path in modules[number::count]:
+        compiled = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if not path.match("test_*.py"):
+            compileall.compile_file(path, quiet=2)
+        elif not compiled.exists() and rewrite.try_makedirs(compiled.parent):
+            with suppress(SyntaxError):  # which pytest reports when it collects
+                known_by, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, known_by, compiled)
 
 
 def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:

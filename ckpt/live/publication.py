@@ -141,7 +141,7 @@ def prepare_image(
     own = image.own_table
     return PreparedImage(
         image=image,
-        state=tree.text(collected.state).encode(),
+        state=tree.text(collected.state, sort_keys=False).encode(),
         own=own_blob(collected.own, own) if collected.own or own.tensors else b"",
         segment=segment,
         capture=capture,

@@ -201,7 +201,7 @@ def offer(
         tables = cache.old_tables
         if tables is None or tables.key != key:
             tables = cache.old_tables = OldTables(key, *split_tables(infos, table.aliases, table.own))
-        shared, values = " ".join(map(call.share, tables.parts)), call.share(tree.text(mine.state).encode())
+        shared, values = " ".join(map(call.share, tables.parts)), call.share(tree.text(mine.state, sort_keys=False).encode())
         row: Row = {"table": shared, "state": values, "known": cache.key}
         if mine.own or table.own:
             row["own"] = call.share(own_blob(mine.own, tables.own))
@@ -240,7 +240,7 @@ def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[in
     if "replicas" in offers[meeting.old[0]]:
         compare_replicas(call, offers)
     call.fetch_all(row[key] for row in offers.values() for key in ("state", "own") if key in row)
-    own = {meeting.old.index(rank): parse_json(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
+    own = {str(meeting.old.index(rank)): parse_json(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
     values = {
         "state": join_values([(ranks, parse_json(call.fetch(digest))) for digest, ranks in grouped(offers, "state")]),
         "own": own,

@@ -60,9 +60,10 @@ MISSING = Missing.MISSING
 """What ``find`` returns when nothing is there; None is a node."""
 
 
-def text(node: Node) -> str:
-    """The canonical JSON text of a node: compact, keys sorted. Equal texts mean equal nodes, whatever the order of their keys."""
-    return json.dumps(node, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
+def text(node: Node, *, sort_keys: bool = True) -> str:
+    """The canonical JSON text of a node: compact, keys sorted. Equal texts mean equal nodes, whatever the order of their keys. Without
+    ``sort_keys`` they keep that of the state, which is what is stored: an ``OrderedDict`` is more than its items."""
+    return json.dumps(node, ensure_ascii=False, sort_keys=sort_keys, separators=(",", ":"), allow_nan=False)
 
 
 def shorten(node: Node, limit: int = 80) -> str:

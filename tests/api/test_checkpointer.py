@@ -470,7 +470,7 @@ LAST = {"ends": 3, "raises": 3, "atexit": 4, "local": 3}
 
 SCRIPT = """
 import logging, os, sys, time, torch
-import ckpt
+import ckpt, ckpt.engine.load.load, ckpt.engine.save.background, ckpt.engine.save.save, ckpt.runs.checkpointer
 from ckpt.policies import EverySteps, Latest
 codes = {}
 for how in ("ends", "raises", "atexit", "local"):

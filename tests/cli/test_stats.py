@@ -189,7 +189,7 @@ def test_the_heat_map_shows_slow_ranks_in_80_columns(tmp_path: Path) -> None:
     assert [line for line in phases if line.startswith("write")] == [f"{'write':11}  {expected}  150: 35.0 s"]
     (commit,) = [line for line in phases if line.startswith("commit")]
     assert commit[13:53] == "·" + 39 * " "  # the leader's block alone
-    assert [line.split()[0] for line in phases] == ["write", "agree", "commit"]  # in the order of the save
+    assert [line.split()[0] for line in phases] == ["write", "agree", "commit"]  # the slowest first
     assert lines[4].split("   ") == ["· about the median, or faster", "░ ≥ 1.25 ×", "▒ ≥ 1.5 ×", "▓ ≥ 2 ×", "█ ≥ 3 ×"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -11,6 +13,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt import convert, settings
+from ckpt.cli.start import main
 from ckpt.converters.importer import import_checkpoint
 from ckpt.converters.target import FileItem, OutputFile
 from ckpt.converters.targets.hf import check_readable
@@ -483,28 +487,25 @@ def test_a_save_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert set(ckpt.open(made)) == {"mine"}
 
 
+def run_command(command: list[str], rank: int, size: int) -> Any:
+    """In a process that a launcher has given a rank: what the command prints, as JSON; its exit code is 0."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    sys.argv = command
+    with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    return json.loads(out.getvalue())
+
+
 @pytest.mark.parametrize("to", ["native", "dcp"])
-def test_processes_divide_the_files(tmp_path: Path, to: str) -> None:
+def test_processes_divide_the_files(ranks: Ranks, tmp_path: Path, to: str) -> None:
     url, made = str(tmp_path / "s"), str(tmp_path / "made")
     held = {f"w{i}": torch.full((4000,), float(i)) for i in range(5)}
     ckpt.save(url, held)
-    command = [
-        sys.executable,
-        "-c",
-        "from ckpt.cli.start import main; main()",
-        "convert",
-        "--json",
-        "--to",
-        to,
-        "--shard-size",
-        "20KB",
-        url,
-        made,
-    ]
-    processes = [subprocess.Popen(command, env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2"}, stdout=subprocess.PIPE) for r in range(2)]
-    said = [json.loads(p.communicate(timeout=100)[0]) for p in processes]
+    command = ["ckpt", "convert", "--json", "--to", to, "--shard-size", "20KB", url, made]
+    with ThreadPoolExecutor(2) as both:
+        said = list(both.map(lambda rank: ranks.run(1, run_command, command, rank, 2, process_group=False)[0], range(2)))
     assert [s["written_files"] for s in said] == [3, 2] and any(s["finished"] for s in said)
-    assert [p.returncode for p in processes] == [0, 0]
     same({t.name: t.read() for t in ckpt.open(made).tensors()}, held)
     assert [path.name for path in Path(made).glob("convert*/*")] == ["finish"] * (to != "native")  # by which a repeated task knows
 

@@ -6,7 +6,6 @@ import random
 import signal
 from collections import deque
 from collections.abc import Callable
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ckpt.errors import StateError, UsageError
 from ckpt.policies import Latest
 from ckpt.training import Batches, Inflight, ResumableLoader, Ticket
 from tests.data.datasets import Queue
+from tests.distributed.ranks import fork_server
 
 PROMPTS, ROUNDS, BATCH = 20, 40, 4
 
@@ -209,8 +209,7 @@ def rollouts(root: str, other: Connection, seed: int) -> None:
 
 @pytest.mark.slow
 def test_two_jobs_that_are_killed_use_each_prompt_as_often(tmp_path: Path) -> None:
-    context, chance, kills = get_context("forkserver"), random.Random(3), 0
-    context.set_forkserver_preload(["torch", "pyarrow.ipc", "ckpt.runs.checkpointer", "ckpt.training"])
+    context, chance, kills = fork_server(), random.Random(3), 0
     out = tmp_path / "out"
     while not out.exists():
         ours, theirs = context.Pipe()

@@ -114,15 +114,31 @@ class RanksFailedError(AssertionError):
         self.lost = lost
 
 
+def fork_server() -> Any:
+    """How processes are forked from the one server that this process has, whoever asks for it first."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    with _environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return context
+
+
+def in_process(function: Callable[..., Any], *args: Any) -> tuple[Any, connection.Connection]:
+    """A process that runs ``function(pipe, *args)``, and the other end of its pipe."""
+    context = fork_server()
+    here, there = context.Pipe()
+    process = context.Process(target=function, args=(there, *args), daemon=True)
+    process.start()
+    there.close()
+    return process, here
+
+
 class Ranks:
     """Runs functions on up to ``size`` ranks."""
 
     def __init__(self, size: int = 8) -> None:
         self.size = size
-        self._context = get_context("forkserver")
-        self._context.set_forkserver_preload(list(PRELOAD))
-        with _environment(PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), OMP_NUM_THREADS="1"):
-            forkserver.ensure_running()
+        self._context = fork_server()
 
     def run(
         self,

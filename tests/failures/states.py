@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 import ckpt
+from ckpt.io_backends.registry import open_backend
 
 _SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "model.w": (torch.float32, (40, 8)),
@@ -81,3 +82,11 @@ def stored(url: str, **options: Any) -> int:
     target = blank()
     ckpt.load(url, target, **options)
     return number_of(target)
+
+
+def copy(url: str, to: str) -> None:
+    """As a save to ``to`` would leave it, in a fraction of the time."""
+    source, target = open_backend(url), open_backend(to)
+    target.prepare()
+    for entry in source.list_prefix():
+        target.put_if(entry.path, source.read(entry.path), expected=None)

@@ -12,7 +12,7 @@ import ckpt
 from ckpt.errors import NoSpaceError, NotCommittedError, NotFoundError, StorageError
 from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
 from ckpt.io_backends.registry import open_backend, wrap_backends
-from tests.failures.states import state, stored
+from tests.failures.states import copy, state, stored
 
 T = TypeVar("T")
 
@@ -72,7 +72,9 @@ def prepared(root: str, kind: str, n: int) -> tuple[str, int | None, dict[str, i
     url = f"{root}/{n}"
     if kind == "at a new URL":
         return url, None, {}
-    assert save(url, BEFORE)[0] is None
+    if not files(f"{root}/before"):
+        assert save(f"{root}/before", BEFORE)[0] is None
+    copy(f"{root}/before", url)
     return url, BEFORE, files(url)
 
 
@@ -151,8 +153,8 @@ def test_with_several_threads_too(root: str) -> None:
     """The order of operations is then open, so every fault is tried at every number."""
     count = len(operations(root, "replacing"))
     for n in range(count):
-        for kind in ("crash", "error"):
-            url, _, was_there = prepared(root, "replacing", n)
+        for turn, kind in enumerate(("crash", "error")):
+            url, _, was_there = prepared(root, "replacing", 2 * n + turn)
             error, process = save(url, NEW, Fault(at=n, kind=kind, lose_unsynced=True, seed=n), threads=4)  # type: ignore[arg-type]
             held = found(url)
             assert held == NEW if error is None else held in (BEFORE, NEW), f"{kind} at {process.log[n]}"

@@ -23,7 +23,7 @@ from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.net.group import Group
 from ckpt.net.store import group_store
 from tests.distributed.ranks import at_once
-from tests.failures.states import layout, state, stored
+from tests.failures.states import copy, layout, state, stored
 from tests.pairwise import pairwise
 
 BEFORE, NEW, LATER = 1, 2, 3
@@ -79,9 +79,10 @@ def files(url: str) -> dict[str, int]:
 
 def operations(root: str, rank: int) -> tuple[str, ...]:
     """What a rank does in a save that replaces a checkpoint."""
-    for number in (BEFORE, NEW):
-        job = save(f"{root}/counted", number)
-        assert job.raised == [None, None]
+    assert save(f"{root}/before", BEFORE).raised == [None, None]
+    copy(f"{root}/before", f"{root}/counted")
+    job = save(f"{root}/counted", NEW)
+    assert job.raised == [None, None]
     assert stored(f"{root}/counted") == NEW
     return job.processes[rank].log
 
@@ -97,7 +98,7 @@ def test_an_error_of_one_rank_ends_the_save_on_both(root: str, rank: int, kind: 
             first = f"{root}/new/{n}/{n}"
             failed = save(first, NEW, rank, Fault(at=n, kind=kind)).raised  # type: ignore[arg-type]
             assert Path(first).exists() == (failed == [None, None]), f"{where}: an empty directory stays"
-        save(url, BEFORE)
+        copy(f"{root}/before", url)
         was_there = files(url)
         job = save(url, NEW, rank, Fault(at=n, kind=kind))  # type: ignore[arg-type]
         mine, other = job.raised[rank], job.raised[1 - rank]
@@ -125,7 +126,7 @@ def test_a_crash_of_one_rank_ends_the_save_on_the_other(directory: str, rank: in
 
     def crash_at(n: int) -> None:
         url, where = f"{directory}/{n}", f"crash {'after' if after else 'before'} operation {n} of rank {rank}, {log[n]}"
-        save(url, BEFORE)
+        copy(f"{directory}/before", url)
         job = save(url, NEW, rank, Fault(at=n, kind="crash", after=after, lose_unsynced=True, seed=n), timeout=DEADLINE)
         # what a save has replaced may be removed after the call has returned, if that takes long
         assert isinstance(job.raised[rank], SimulatedCrash) or (n > publish and job.raised[rank] is None), where

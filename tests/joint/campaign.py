@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ import torch
 import ckpt
 from ckpt.policies import Latest
 from ckpt.training import Inflight
+from tests.distributed.ranks import fork_server
 
 PROMPTS, BATCH, EVERY, GOING, BUFFER = 12_000, 4, 3, 8, 16
 STEP = 0.003
@@ -219,12 +219,7 @@ def rollouts(way: str, root: Path, end: Connection, log: Path, seed: int) -> Non
 
 def lives(way: str, kills: int, seed: int, folder: Path) -> Iterator[list[int]]:
     """The steps that the members went on from, once for each life; none if they cannot. The last life ends by itself."""
-    context, chance, out = (
-        get_context("forkserver"),
-        random.Random(seed),
-        folder / "out",
-    )
-    context.set_forkserver_preload(["torch", "pyarrow.ipc", "ckpt.runs.checkpointer", "ckpt.engine.load.load"])
+    context, chance, out = fork_server(), random.Random(seed), folder / "out"
     (folder / "run").mkdir()
     tracker = folder / "run" / "latest_checkpointed_iteration.txt"
     for life in range(10**6):

@@ -6,14 +6,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +25,12 @@ from ckpt.runs.members import MemberChanges
 from ckpt.runs.step_listing import list_steps
 from ckpt.runs.tiers import Tiers
 from tests.api.checked import empty_directory
+from tests.distributed.ranks import fork_server
 from tests.failures.damage import change_record
 from tests.joint.campaign import WAYS
 from tests.joint.campaign import campaign as toy_run
 
 NAMES = ("trainer", "buffer", "rollouts")
-PRELOAD = ["torch", "pyarrow.ipc", "safetensors.torch", "ckpt.api", "ckpt.runs.checkpointer", "ckpt.engine.load.load"]
 
 
 def member(root: str, name: str, last: int, every: int, seconds: float, out: str) -> None:
@@ -60,10 +57,9 @@ class Job:
     """Another process of the same member may be at work."""
 
     def __init__(self, root: str, name: str, last: int, every: int, seconds: float) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self.out = Path(tempfile.mkstemp(prefix=f"{name}-", dir=Path(root).parent)[1])
-        self.process = context.Process(target=member, args=(root, name, last, every, seconds, str(self.out)))
+        self.out = Path(root).with_name(f"noted-{uuid.uuid4().hex}")
+        self.out.touch()
+        self.process = fork_server().Process(target=member, args=(root, name, last, every, seconds, str(self.out)))
         self.process.start()
 
     def await_restored(self) -> None:
@@ -363,6 +359,12 @@ def test_what_a_later_release_saved_is_an_error_by_name_and_nobody_goes_back_beh
     assert list_steps(root)[1].abandoned == 1, "the branch that was written last is without it"
 
 
+def added_judge(root: str) -> None:
+    """In a process of its own; its exit code is the step that it restored."""
+    c = ckpt.Checkpointer(root, member=ckpt.Member("judge", of=("trainer", "judge")), job=ckpt.Job(timeout=60))
+    os._exit(c.restore({"w": 0}, members=MemberChanges(added=["judge"])) or 0)
+
+
 def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> None:
     events: list[Any] = []
     state = {"w": torch.zeros(3)}
@@ -370,18 +372,13 @@ def test_a_step_that_was_given_up_is_said_by_wait_and_by_an_event(root: str) -> 
         c.restore(state)
         c.save(1, state)
     changes = MemberChanges(added=["judge"])
-    script = f"""
-import ckpt, time
-from ckpt.policies import Latest
-from ckpt.runs.members import MemberChanges
-c = ckpt.Checkpointer({root!r}, member=ckpt.Member("judge", of=("trainer", "judge")), job=ckpt.Job(timeout=60))
-print(c.restore({{"w": 0}}, members=MemberChanges(added=["judge"])), flush=True)
-"""
-    judge = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    judge = fork_server().Process(target=added_judge, args=(root,))
+    judge.start()
     try:
         c = one_member(root, names=("trainer", "judge"), timeout=60, on_event=events.append)
         assert c.restore(state, members=changes) == 1
-        assert judge.communicate(timeout=60)[0].strip() == "1", "a new member begins where the others are"
+        judge.join(60)
+        assert judge.exitcode == 1, "a new member begins where the others are"
         assert c._joint is not None
         c._joint._run.timeout = 1.0
         c.save(2, state)

@@ -8,7 +8,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from ckpt.runs import joint
 from ckpt.runs.members import Generation
 from ckpt.runs.step_listing import list_steps
 from tests.api.checked import empty_directory
+from tests.distributed.ranks import fork_server
 from tests.joint.test_many_members import Member, T, each, have_marks, made, polls_until
 
 NAMES = ("trainer", "buffer", "rollouts")
@@ -223,7 +223,7 @@ def test_a_member_that_stands_still_in_its_restore_is_named_and_goes_on_with_the
         joined = json.loads(Path(root, "joint.json").read_bytes())["joined"]
         return all(joined.get(name, {}).get("state") in ("loaded", "ready") for name in ("trainer", "rollouts"))
 
-    process = get_context("spawn").Process(target=frozen_member, args=(root, moment, str(out)))
+    process = fork_server().Process(target=frozen_member, args=(root, moment, str(out)))
     process.start()
     assert process.pid is not None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import socket
@@ -12,13 +11,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import ckpt
+from ckpt.live import Sink, Source
 from ckpt.net import connections
 from ckpt.net.connections import ConnectionServer
+from ckpt.net.group import Job
 from ckpt.net.wire import Channel, dial
+from tests.distributed.ranks import in_process
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -36,46 +42,56 @@ idle = [socket.create_connection(ports[n % len(ports)], timeout=20) for n in ran
 print("all", flush=True)
 sys.stdin.read()
 """
-_ENGINE = """
-import sys, torch
-from ckpt.live import Sink
-from ckpt.net.group import Job
-into = {"w": torch.zeros(5)}
-with Sink(sys.argv[1], into, secret="s", job=Job(timeout=20)) as sink:
-    print(sink.take().step, into["w"].tolist())
-"""
-_TRAINER = """
-import json, os, resource, subprocess, sys, threading
-import torch
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-import ckpt
-from ckpt.live import Source
-from ckpt.net.group import Job
-state = {"w": torch.arange(5.0)}
-with Source("tcp://127.0.0.1:0/a", state, secret="s", job=Job(timeout=20)) as source:
-    pieces = next(port for host, port in source._server.addresses if host.startswith("127."))
-    before = threading.active_count()
-    stranger = [sys.executable, "-c", sys.argv[2], source.address.split(":")[2].split("/")[0], str(pieces)]
-    with subprocess.Popen(stranger, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
-        assert idle.stdout.readline() == b"all\\n"
+
+
+def engine(pipe: Connection, address: str) -> None:
+    into = {"w": torch.zeros(5)}
+    with Sink(address, into, secret="s", job=Job(timeout=20)) as sink:
+        pipe.send((sink.take().step, into["w"].tolist()))
+
+
+def trainer(pipe: Connection, url: str) -> None:
+    """Save and publish when others have connected; then tell how many files and more threads there are."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    state = {"w": torch.arange(5.0)}
+    with Source("tcp://127.0.0.1:0/a", state, secret="s", job=Job(timeout=20)) as source:
+        pieces = next(port for host, port in source._server.addresses if host.startswith("127."))
+        before = threading.active_count()
+        pipe.send((source.address, pieces))
+        pipe.recv()
         open("/etc/passwd").close()
-        ckpt.save(sys.argv[1], {"model": state})
+        ckpt.save(url, {"model": state})
         source.publish(3).result()
-        took = subprocess.run([sys.executable, "-c", sys.argv[3], source.address], capture_output=True, text=True, timeout=60)
-        print(json.dumps([took.stdout, took.stderr, len(os.listdir("/proc/self/fd")), threading.active_count() - before]))
-        idle.stdin.close()
-"""
+        pipe.send("published")
+        pipe.recv()
+        pipe.send((len(os.listdir("/proc/self/fd")), threading.active_count() - before))
 
 
 @pytest.mark.alone
 def test_strangers_who_say_nothing_take_neither_the_files_nor_the_threads_of_a_trainer(tmp_path: Path) -> None:
     """300 silent connections to a process that may open 256 files: it saves and publishes, and an engine takes what it has published."""
-    command = [sys.executable, "-c", _TRAINER, str(tmp_path / "step-1"), _STRANGER, _ENGINE]
-    trainer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert trainer.returncode == 0, trainer.stderr
-    took, error, files, threads = json.loads(trainer.stdout)
-    assert took == "3 [0.0, 1.0, 2.0, 3.0, 4.0]\n", error
-    assert files < 128 and threads < 10
+    training, trains = in_process(trainer, str(tmp_path / "step-1"))
+    try:
+        address, pieces = received(trains)
+        stranger = [sys.executable, "-c", _STRANGER, address.split(":")[2].split("/")[0], str(pieces)]
+        with subprocess.Popen(stranger, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
+            assert idle.stdout is not None and idle.stdin is not None and idle.stdout.readline() == b"all\n"
+            trains.send("connected")
+            assert received(trains) == "published"
+            _, takes = in_process(engine, address)
+            assert received(takes) == (3, [0.0, 1.0, 2.0, 3.0, 4.0])
+            trains.send("taken")
+            files, threads = received(trains)
+            idle.stdin.close()
+        assert files < 128 and threads < 10
+    finally:
+        training.kill()
+        training.join()
+
+
+def received(pipe: Connection) -> Any:
+    assert pipe.poll(60)
+    return pipe.recv()
 
 
 def test_peers_that_prove_themselves_leave_files_to_the_program(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,7 @@ import ctypes
 import os
 import random
 import signal
-from collections.abc import Callable
 from itertools import pairwise
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -45,6 +43,7 @@ from ckpt.plan.tables import Joined
 from ckpt.plan.transfers import Want, plan_transfers
 from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.spans import Spans
+from tests.distributed.ranks import in_process
 from tests.live.jobs import until
 from tests.plan.layout_strategies import placed_tensors
 
@@ -60,16 +59,6 @@ def sealed(values: np.ndarray[Any, Any]) -> tuple[MemorySegment, str]:
     return segment, digest_of_digests(digests)
 
 
-def in_child(function: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
-    """A process that runs ``function`` with one end of a pipe, and the other end."""
-    context = get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=function, args=(there, *args), daemon=True)
-    process.start()
-    there.close()
-    return process, here
-
-
 def read_on_demand(pipe: Connection, address: tuple[int, int, str, int], digest: str) -> None:
     mapped = MappedSegment(SegmentAddress(*address), digest)
     pipe.send("mapped")
@@ -81,7 +70,7 @@ def read_on_demand(pipe: Connection, address: tuple[int, int, str, int], digest:
 def test_another_process_reads_it_and_keeps_it_from_being_used_again() -> None:
     values = np.arange(BLOCK, dtype=np.uint32)
     segment, digest = sealed(values)
-    process, pipe = in_child(read_on_demand, tuple(segment.address()), digest)
+    process, pipe = in_process(read_on_demand, tuple(segment.address()), digest)
     assert pipe.recv() == "mapped"
     pool = SegmentPool()
     pool.give(segment)
@@ -133,7 +122,7 @@ def publish_and_wait(pipe: Connection) -> None:
 
 
 def test_memory_that_its_owner_lets_go_of_is_not_kept_by_a_sink_that_waits() -> None:
-    process, pipe = in_child(publish_and_wait)
+    process, pipe = in_process(publish_and_wait)
     mappings, others = SegmentMappings(), mapped_files()
     taken = [MappedSegment(SegmentAddress(*at), digest, mappings) for at, digest in pipe.recv()]
     assert len(mapped_files() - others) == 2
@@ -194,7 +183,7 @@ def test_blocks_are_hashed_as_they_are_filled_or_at_the_end(cuts: list[int], lac
 
 def test_nobody_else_can_write_it() -> None:
     segment, digest = sealed(np.arange(4096, dtype=np.uint64))
-    process, pipe = in_child(write_anyway, tuple(segment.address()))
+    process, pipe = in_process(write_anyway, tuple(segment.address()))
     assert pipe.recv() == ["map: PermissionError", "write: PermissionError", "truncate: PermissionError"]
     process.join()
     assert (MappedSegment(segment.address(), digest).data.view(np.uint64) == np.arange(4096)).all()
@@ -209,7 +198,7 @@ def stray_write(pipe: Connection) -> None:
 
 
 def test_a_stray_write_of_its_owner_does_not_go_unseen() -> None:
-    process, _ = in_child(stray_write)
+    process, _ = in_process(stray_write)
     process.join()
     assert process.exitcode == -signal.SIGSEGV
 

@@ -7,11 +7,10 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ckpt.live.control import new_secret
 from ckpt.live.offered import SourceConnection
 from ckpt.live.take import Puller
 from ckpt.training import Generators
-from tests.distributed.ranks import Ranks, at_once
+from tests.distributed.ranks import Ranks, at_once, in_process
 from tests.live.jobs import Job, full, leave, local_of, step_of, tp_state, train, until, wait_for
 from tests.ports import free_ports
 
@@ -394,14 +393,10 @@ def test_a_publication_says_how_far_it_is_and_where_its_time_went(capture: Any, 
     assert 0 < report.blocked <= report.seconds
 
 
-_DYING_SINK = """
-import os, signal, sys, torch
-from ckpt.live import Sink
-from ckpt.net.group import Job
-sink = Sink(sys.argv[1], {"t": torch.zeros(9)}, secret="s", job=Job(timeout=30))
-sink.take()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
+def take_and_die(_: Connection, address: str) -> None:
+    sink = Sink(address, {"t": torch.zeros(9)}, secret="s", job=ckpt.Job(timeout=30))
+    sink.take()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_sink_that_died_is_lost_and_late_and_one_that_was_closed_is_not() -> None:
@@ -409,8 +404,9 @@ def test_a_sink_that_died_is_lost_and_late_and_one_that_was_closed_is_not() -> N
         source.publish(1).result()
         with Sink(source.address, {"t": torch.ones(9)}, secret="s", job=ckpt.Job(timeout=TIMEOUT)) as sink:
             sink.take()
-        ended = subprocess.run([sys.executable, "-c", _DYING_SINK, source.address], check=False, timeout=4 * TIMEOUT)
-        assert ended.returncode == -signal.SIGKILL
+        dying, _ = in_process(take_and_die, source.address)
+        dying.join(4 * TIMEOUT)
+        assert dying.exitcode == -signal.SIGKILL
         source.publish(2).result()
         end = time.monotonic() + TIMEOUT
         while (seen := source.report().sinks)[-1].state != "lost" and time.monotonic() < end:

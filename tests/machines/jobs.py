@@ -18,10 +18,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.ranks import fork_server
 from tests.machines import work
 from tests.machines.bed import Bed
 
@@ -78,7 +78,7 @@ class Job:
         number = next(_PORTS)
         self.folder = bed.folder / f"job-{number}"
         self.folder.mkdir()
-        self._context = get_context("forkserver")
+        self._context = fork_server()
         self._processes: dict[int, Any] = {}
         common = {
             "MASTER_ADDR": master or bed.hosts[self.hosts[0] if store is None else store].name,

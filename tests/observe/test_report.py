@@ -265,7 +265,7 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
         assert (name, step.classes[1:]) == (f"step-{number * 10}", ["newest"] if number == 57 else [])
         busy = {(f"rank {k}", "collect"): 820_000 if number % 9 == 0 and k == 3 else 20_000 for k in range(4)}
         assert heat_table(step) == busy | {(f"rank {k}", "write"): 300_000 for k in range(4)}
-    assert "It was the slowest in 6 of 57 saves, mostly in collect: 4.80 s in all." in page.text
+    assert "It was the slowest in 6 of 57 saves, mostly in collect: 4.80\u00a0s in all." in page.text
     panel = next(e for e in page.everything() if "panel" in e.classes)
     assert "median 1.30 s · p95 1.30 s" in panel.text
     monkeypatch.setattr("ckpt.runs.report.content.PAGE", 57 * 8_000 + 25_000)
@@ -334,7 +334,7 @@ def test_the_verdict_blames_no_phase_that_the_heat_map_shows_as_even(tmp_path: P
     page = parse(page_of(save(tmp_path, rows)))
     levels = {td.classes[0] for t in page.all("table") if "heat" in t.classes for td in t.all("tbody")[0].all("td")}
     assert levels == {"h2"}
-    assert "Rank 1 is a little slower in several phases, in none by 0.050 s" in page.text
+    assert "Rank 1 is a little slower in several phases, in none by 0.050\u00a0s" in page.text  # not broken at the end of a line
 
 
 def test_gaps_and_slow_sync(tmp_path: Path) -> None:

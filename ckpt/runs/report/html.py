@@ -154,7 +154,7 @@ def _section(title: str, *parts: str | Markup, about: str = "") -> Markup:
 
 def _unbroken(text: str) -> str:
     """A line ends between words, not between a figure and its unit."""
-    return re.sub(r"(?<=\d) (?=(?:s|[KMGT]iB|[×%])\W)", "\u00a0", text)
+    return re.sub(r"(?<=≥) |(?<=\d) (?=(?:s|[KMGT]iB|[×%])\W)", "\u00a0", text)
 
 
 def _subtitle(report: Report) -> Markup:

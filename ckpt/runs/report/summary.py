@@ -308,13 +308,11 @@ class HeatMap:
 def heat_map(
     save: SaveSummary, tables: Mapping[int, SpanTable], groups: Sequence[range | tuple[int, ...]], *, typical: bool = False
 ) -> HeatMap:
-    """The phases in the order in which they began, which is that of every save of a run; each cell is the slowest rank of one of
-    ``groups``, or a ``typical`` one: the median."""
+    """The phases in the order of ``save``; each cell is the slowest rank of one of ``groups``, or a ``typical`` one: the median."""
     floor = 1e6 * floor_of(save.seconds)
-    began = {p.phase: min(table.sums[p.phase].first for table in tables.values() if p.phase in table.sums) for p in save.phases}
     rows: dict[str, tuple[Cell | None, ...]] = {}
     medians: dict[str, float] = {}
-    for name in sorted(began, key=lambda name: (began[name], name)):
+    for name in (phase.phase for phase in save.phases):
         sums = {rank: table.sums[name] for rank, table in tables.items() if name in table.sums}
         middle = medians[name] = median(one.busy for one in sums.values())
         cells: list[Cell | None] = []
