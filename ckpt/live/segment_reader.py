@@ -233,11 +233,11 @@ class SharedChecks:
                 return []
         return [self._pool.announcement().pack().hex(), secrets.token_hex(8)]
 
-    def open(self, manifest: Manifest, told: Sequence[str]) -> dict[int, CheckedBlocks]:
+    def open(self, manifest: Manifest, shared: Sequence[str]) -> dict[int, CheckedBlocks]:
         """What is checked of the segment of each rank of the source; nothing where it cannot be shared."""
-        if not told:
+        if not shared:
             return {}
-        where, key = told
+        where, key = shared
         if self._opened is None or self._opened[0] != where:
             self._opened = None
             try:
