@@ -227,7 +227,7 @@ def find_newest(
         if call.is_leader:
             answer, data, new = _ask(source, known, newer_than, end, base, call.check_failures)
             manifest = Manifest.from_bytes(data)
-            shared = checks.begin(manifest) if call.group.size > 1 and settings.live_local() else []
+            shared = checks.begin(manifest) if call.group.size > 1 and settings.live_local() == "on" else []
             holders = {"source": answer["holders"], "relays": answer["relays"], "kept": answer["kept"], "checks": shared}
 
             def hand_on(rows: dict[int, Row]) -> Row:
