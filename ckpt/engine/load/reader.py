@@ -23,12 +23,12 @@ from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, ov
 from ckpt.state.tensors import raw_view, reads_otherwise, writable_bytes
 from ckpt.telemetry.spans import Spans
 
-from .chunk_scan import ByFile, ChunkScan, FilePlan, cohorts_of
 from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, note_writes, tasks_of, wanted_boxes
 
 if TYPE_CHECKING:
     import torch
 
+    from .chunk_scan import ByFile, ChunkScan, FilePlan
     from .read_exchange import ReadExchange
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
@@ -147,9 +147,13 @@ class Reader:
         for job in rest:
             self.check_tiling(job.entry)
         wanted = [(job, wanted_boxes(job.target, job.entry, padding)) for job in rest]
-        scan, files, steps = None, list[FilePlan](), list[CopyStep]()
+        scan: ChunkScan | None = None
+        files: list[FilePlan] = []
+        steps: list[CopyStep] = []
         if rest and self.verify == "full" and sum(job.entry.grid.count for job in rest) > MANY and hasattr(self.catalog, "extents_in"):
-            scan = ChunkScan(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
+            from .chunk_scan import ChunkScan, cohorts_of  # a load into the saved layout has none
+
+            scan = ChunkScan(cast("ByFile", self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
             files = [scan.look_up(file) for file in scan.files] if scan.ahead else []
             steps = [step for file in files for step in steps_of(file)]
             self.bytes_needed += sum(file.needed for file in files)
