@@ -130,9 +130,8 @@ class PosixWriter(WriterBase):
     def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
         for piece in _pieces(views) if update is None else [views]:
             length = sum(view.nbytes for view in piece)
-            slices = deque(
-                _slices(piece, offset) if update is not None else ()
-            )  # what is hashed is taken from these, so that nothing is hashed twice
+            # What is hashed is taken from these, so that nothing is hashed twice.
+            slices = deque(_slices(piece, offset) if update is not None else ())
             for tried in (False, True):
                 if self._direct is not None and self._direct.refused:
                     self._reopen(self._direct)

@@ -215,7 +215,7 @@ def test_inspect_state(run_root: Path) -> None:
 def test_inspect_values_without_tensors(tmp_path: Path) -> None:
     save(tmp_path / "step-1", {"ids": np.arange(6).reshape(2, 3), "cursor": 7})
     assert ckpt("inspect", tmp_path / "step-1").stdout.endswith("2 values: --state shows them\n")
-    assert rows(ckpt("inspect", "--state", tmp_path / "step-1"))[1:] == [["cursor", "7"], ["ids", "array int64 2 × 3"]]
+    assert rows(ckpt("inspect", "--state", tmp_path / "step-1"))[1:] == [["ids", "array int64 2 × 3"], ["cursor", "7"]]
 
 
 def test_inspect_a_damaged_one(run_root: Path) -> None:
