@@ -218,15 +218,14 @@ def offer(
     agreed: Row = call.map_reduce("offer", collected, partial(_lead_offer, call, meeting, cache))
     call.fetch_all(agreed[key] for key in ("values", "tables") if key in agreed)
     values = parse_json(call.fetch(agreed["values"]))
-    own = {number_of(place): row for place, row in values["own"].items()}
     if "tables" in agreed:
-        _join(call, meeting, cache, agreed["key"], call.fetch(agreed["tables"]), own)
+        _join(call, meeting, cache, agreed["key"], call.fetch(agreed["tables"]), values["own"])
     assert cache.catalog is not None  # of which all ranks have told the key
     return Offered(
         meeting=meeting,
         local=local,
         before=[(name, OldMemory(part.memory)) for name, tensor in local.items() for part in tensor.parts],
-        catalog=cache.catalog.with_values(values["state"], {place: row["values"] for place, row in own.items()}),
+        catalog=cache.catalog.with_values(values["state"], {number_of(place): row["values"] for place, row in values["own"].items()}),
         holders={
             rank: Holder(rank=rank, addresses=tuple((host, port) for host, port in addresses), network=network)
             for rank, addresses, network in values["holders"]
@@ -259,11 +258,11 @@ def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[in
     return agreed
 
 
-def _join(call: Call, meeting: Meeting, cache: ReshardCache, key: str, tables: bytes, own: Mapping[int, Row]) -> None:
+def _join(call: Call, meeting: Meeting, cache: ReshardCache, key: str, tables: bytes, own: Mapping[Any, Row]) -> None:
     """The catalog of all old states, unless it is that of the last reshard. ``own``: what single ranks have, by place."""
     if cache.catalog is not None and cache.key == key:
         return
-    own_tables = {place: Table.from_bytes(row["table"].encode()) for place, row in own.items()}
+    own_tables = {number_of(place): Table.from_bytes(row["table"].encode()) for place, row in own.items()}
     joined = join_tables(tables_from_bytes(tables), stored=False)
     aliases = joined.aliases | {n: to for table in own_tables.values() for n, to in table.aliases.items()}
     cache.catalog = LiveCatalog.of(

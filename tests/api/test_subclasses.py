@@ -312,7 +312,7 @@ def test_an_export_has_what_they_stand_for(root: str) -> None:
     assert torch.equal(read["weight"], model.weight.dequantize().bfloat16()) and torch.equal(read["bias"], model.bias.bfloat16())
     ckpt.save(f"{root}/b", {"net": model})
     result = CliRunner().invoke(cli, ["convert", "--to", "hf", "--no-config", f"{root}/b", f"{root}/c"])
-    assert result.exit_code == 2 and "net.head is a tests.fixtures.rows8.Rows8" in result.output
+    assert result.exit_code == 2 and "net.weight is a tests.fixtures.rows8.Rows8" in result.output
     assert CliRunner().invoke(cli, ["convert", "--to", "native", f"{root}/b", f"{root}/d"]).exit_code == 0
     again = Tied()
     ckpt.load(f"{root}/d", {"net": again})
