@@ -245,8 +245,7 @@ def load(
     from ckpt.engine.load.fill import LoadOptions, ReadOptions
     from ckpt.engine.load.load import load_state
     from ckpt.io_backends.registry import is_file_system
-    from ckpt.plan.match import Selection, rules_of_rename
-    from ckpt.plan.values import StatePart
+    from ckpt.plan.match import Selection, globs_of_only, rules_of_rename
 
     group = group_of(job)
     with group.fails_together("load", url):
@@ -258,10 +257,9 @@ def load(
             wait_for_pending_save(group)
         if layout is not None:
             check_layout(layout, group.ranks)
-        check_flags(strict=strict, cast=cast, dry_run=dry_run)
+        check_flags(strict=strict, cast=cast, dry_run=dry_run, trainable=trainable)
         read = ReadOptions.of(read)
-        part = StatePart.of(only, trainable=trainable)
-        selection = Selection(only=part.only if part else (), rename=rules_of_rename(rename), trainable=trainable)
+        selection = Selection(only=globs_of_only(only), rename=rules_of_rename(rename), trainable=trainable)
         options = LoadOptions(
             layout=layout,
             selection=selection,

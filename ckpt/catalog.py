@@ -55,7 +55,7 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -291,9 +291,9 @@ GROUPED_READ = 4 * MIB
 """Neighbouring small ranges are read together up to this many bytes, which still fit the last-level cache when they are hashed and
 copied."""
 
-DIRECT_READ = 8 * MIB
-"""Bytes that one call reads straight into the memory where they belong. Nothing else touches them, so the cache does not matter, and longer
-calls would only make a deadline be seen later."""
+DIRECT_READ = 32 * MIB
+"""Bytes that one call reads straight into the memory where they belong. Nothing else touches them, so the cache does not matter: each call
+costs as much as 0.5 MiB, and longer ones would only make a deadline be seen later."""
 
 GAP = 32 * KIB
 """Bytes between two ranges that are read rather than skipped: one more call of a local file system takes as long as reading them. Storage

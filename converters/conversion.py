@@ -132,6 +132,7 @@ class Conversion:
             return over
         if self.record is None:
             self._check_empty()
+            self._check_readable()
         return self._plan("0" * 16 if self.record is None else self.record.id)
 
     def begin(self, part: tuple[int, int] | None) -> OutputPlan:
@@ -152,6 +153,7 @@ class Conversion:
                 return planned  # nothing to do for this process: the others may even have finished
             files = {**{f.path: f.size for f in planned.files}, **dict.fromkeys(planned.last)}
             self._new = True
+            self._check_readable()
             try:
                 self._check_empty()
             except ConflictError:
@@ -225,6 +227,12 @@ class Conversion:
                 where=self.url,
                 hint="write to another URL" + (", or replace the checkpoint: --overwrite" if self._previous is not None else ""),
             )
+
+    def _check_readable(self) -> None:
+        """Raise FormatError for a tensor of a class that is not read: all parts of a tensor are of one, and only its bytes may say so."""
+        for number, catalog in enumerate(self.chosen.catalogs):
+            if isinstance(catalog, ExternalCatalog):
+                catalog.extents_of([(catalog.tensors[name], 0) for name in sorted(self.chosen.taken(number))])
 
     def missing(self, planned: OutputPlan) -> list[int]:
         """Files of this process that are not there yet."""

@@ -79,18 +79,19 @@ class WeightedSum:
     def compute(self, name: str, box: Box, operands: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         flat, result = [x.reshape(-1) for x in operands], out.view(-1)
         wide = torch.float64 if torch.float64 in {out.dtype, *(x.dtype for x in operands)} else torch.float32
-        total, term = torch.empty(2, min(_BLOCK, len(result)), dtype=wide)
-        factors = [term.numpy().dtype.type(weight) for weight in self.weights]
-        for start in range(0, len(result), _BLOCK):
-            length = min(_BLOCK, len(result) - start)
-            parts, into = [x[start : start + length] for x in flat], result[start : start + length]
-            acc, product = into if out.dtype == wide else total[:length], term[:length]
-            with np.errstate(all="ignore"):  # what is not finite is looked for below
-                _add_up(parts, factors, acc, product)
-            if acc is not into:
-                _cast(acc, into)
-            if not self.allow_nan and not _is_finite(into, acc, product):
-                self._refuse(name, box, start, parts, into)
+        total, term = torch.empty(2, min(_BLOCK, len(result)), dtype=wide).numpy()
+        factors = [term.dtype.type(weight) for weight in self.weights]
+        numbers, bits = [_numbers(x, wide) for x in flat], _bits(result)  # arrays: cutting a tensor takes ten times as long
+        whole = result.numpy() if out.dtype == wide else None
+        with np.errstate(all="ignore"):  # what is not finite is looked for below
+            for start in range(0, len(result), _BLOCK):
+                at = slice(start, min(start + _BLOCK, len(result)))
+                acc = total[: at.stop - start] if whole is None else whole[at]
+                _add_up([x[at] for x in numbers], factors, acc, term[: len(acc)])
+                if whole is None:
+                    _cast(torch.from_numpy(acc), result[at])
+                if not self.allow_nan and not _is_finite(result, bits, acc, at):
+                    self._refuse(name, box, start, [x[at] for x in flat], result[at])
 
     def _refuse(self, name: str, box: Box, start: int, operands: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Name the first element that is not finite; there may be none, since what is just above the largest number rounds down to it."""
@@ -105,24 +106,31 @@ class WeightedSum:
             raise MismatchError(message, hint="use smaller weights, or another --dtype")
 
 
-def _add_up(parts: Sequence[torch.Tensor], factors: Sequence[Any], acc: torch.Tensor, product: torch.Tensor) -> None:
-    """The weighted sum of one block in ``acc``; ``product`` is overwritten."""
-    total, term = acc.numpy(), product.numpy()
+def _numbers(x: torch.Tensor, wide: torch.dtype) -> Numbers | torch.Tensor:
+    """As ``_add_up`` takes an operand: an array of its numbers, of the bits of bfloat16 for float32; or the tensor."""
+    if x.dtype == wide:
+        array: Numbers = x.numpy()
+        return array
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 and wide == torch.float32 else x
+
+
+def _add_up(parts: Sequence[Numbers | torch.Tensor], factors: Sequence[Any], total: Numbers, term: Numbers) -> None:
+    """The weighted sum of one block in ``total``; ``term`` is overwritten."""
     for i, (part, factor) in enumerate(zip(parts, factors, strict=True)):
         target = term if i else total
-        np.multiply(part.numpy() if part.dtype == acc.dtype else _widened(part, target), factor, out=target)
+        np.multiply(_widened(part, target), factor, out=target)
         if i:
             np.add(total, term, out=total)
 
 
-def _widened(part: torch.Tensor, into: Numbers) -> Numbers:
-    """The same numbers as wider ones, in ``into``."""
-    if part.dtype == torch.bfloat16 and into.dtype == np.float32:  # the upper half of a float32; shifting is faster than torch's cast
-        bits = into.view(np.uint32)
-        bits[...] = part.view(torch.int16).numpy().view(np.uint16)
-        np.left_shift(bits, 16, out=bits)
-    else:
+def _widened(part: Numbers | torch.Tensor, into: Numbers) -> Numbers:
+    """The same numbers as wider ones: as they are, or in ``into``."""
+    if isinstance(part, torch.Tensor):
         _cast(part, torch.from_numpy(into))
+    elif part.dtype == into.dtype:
+        return part
+    else:  # bfloat16 is the upper half of a float32; shifting is faster than torch's cast
+        np.left_shift(part, np.uint32(16), out=into.view(np.uint32))
     return into
 
 
@@ -131,16 +139,21 @@ def _cast(source: torch.Tensor, into: torch.Tensor) -> None:
         into[start : start + _CAST].copy_(source[start : start + _CAST])
 
 
-def _is_finite(result: torch.Tensor, acc: torch.Tensor, scratch: torch.Tensor) -> bool:
-    """Whether all of a block is finite; ``acc`` is what was rounded to it, ``scratch`` is overwritten."""
-    mask = _EXPONENTS.get(result.dtype)
-    if mask is None:  # of 8 bits: some have no infinite numbers
+def _bits(result: torch.Tensor) -> Numbers | None:
+    """The bits of a result as signed integers; None for numbers of 8 bits: some have no infinite ones."""
+    bits: Numbers | None = result.view(_SIGNED[result.element_size()]).numpy() if result.dtype in _EXPONENTS else None
+    return bits
+
+
+def _is_finite(result: torch.Tensor, bits: Numbers | None, acc: Numbers, at: slice) -> bool:
+    """Whether all of a block of ``result`` is finite; ``acc`` is what was rounded to it."""
+    if bits is None:
         largest = torch.finfo(result.dtype).max
-        low, high = (v.item() for v in torch.aminmax(acc))
+        low, high = acc.min(), acc.max()
         return bool(-largest <= low and high <= largest)  # neither if one is NaN
-    unsigned = np.dtype(f"u{result.element_size()}")
-    bits = result.view(_SIGNED[result.element_size()]).numpy().view(unsigned)
-    return int(np.bitwise_and(bits, unsigned.type(mask), out=scratch.numpy().view(unsigned)[: len(bits)]).max()) != mask
+    # The bits of what is not finite are the largest: as signed integers of what is positive, as unsigned ones of what is negative.
+    block, mask = bits[at], _EXPONENTS[result.dtype]
+    return int(block.max()) < mask and int(block.view(f"u{block.itemsize}").max()) < mask | 1 << 8 * block.itemsize - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -250,6 +250,7 @@ def ranges_of(item: DcpItem, sizes: Mapping[str, int], least: int, url: str) -> 
 
 def box_place(archive: Archive, name: str, dtype: str, box: DcpBox) -> tuple[int, int | None]:
     """Where in its file the bytes of a stored box begin, and their CRC-32 if the item says it."""
+    archive.values.where = f"tensor {name}, {archive.where}"
     value = archive.values.meaning(archive.load())
     if type(value) is not StoredView or (value.dtype, value.shape) != (dtype, box.shape):
         has = f"{value.dtype} {list(value.shape)}" if type(value) is StoredView else "no tensor"

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -63,43 +63,34 @@ class ReadOnly(Backend):
         raise AccessError(f"{self.why}: {path}", where=self.url, hint="write to a URL of its own")
 
 
+_M = TypeVar("_M", bound=Callable[..., Any])
+
+
+def routed(method: _M) -> _M:
+    """The method of the storage in which a file lies."""
+    name: str = method.__name__
+
+    def of_route(self: Routed, path: str = "", *args: Any, **more: Any) -> Any:
+        backend, inner = self.route(path)
+        return getattr(backend, name)(inner, *args, **more)
+
+    return cast(_M, of_route)
+
+
 class Routed(ReadOnly):
     """A storage whose files lie in other ones: ``route`` says in which, and what a path is called there."""
 
     @abstractmethod
     def route(self, path: str) -> tuple[Backend, str]: ...
 
-    def read(self, path: str, offset: int = 0, length: int | None = None) -> bytes:
-        backend, inner = self.route(path)
-        return backend.read(inner, offset, length)
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        backend, inner = self.route(path)
-        backend.read_into(inner, offset, buffer)
-
-    def read_hashed(self, path: str, offset: int, buffer: memoryview, update: Callable[[memoryview], object]) -> None:
-        backend, inner = self.route(path)
-        backend.read_hashed(inner, offset, buffer, update)
-
-    def read_whole(self, path: str, limit: int) -> bytes:
-        backend, inner = self.route(path)
-        return backend.read_whole(inner, limit)
-
-    def read_start(self, path: str, length: int) -> tuple[bytes, int]:
-        backend, inner = self.route(path)
-        return backend.read_start(inner, length)
-
-    def evict(self, path: str, offset: int = 0, length: int | None = None) -> None:
-        backend, inner = self.route(path)
-        backend.evict(inner, offset, length)
-
-    def size(self, path: str) -> int:
-        backend, inner = self.route(path)
-        return backend.size(inner)
-
-    def version_token(self, path: str) -> str | None:
-        backend, inner = self.route(path)
-        return backend.version_token(inner)
+    read = routed(Backend.read)
+    read_into = routed(Backend.read_into)
+    read_hashed = routed(Backend.read_hashed)
+    read_whole = routed(Backend.read_whole)
+    read_start = routed(Backend.read_start)
+    evict = routed(Backend.evict)
+    size = routed(Backend.size)
+    version_token = routed(Backend.version_token)
 
 
 class SingleFile(Routed):

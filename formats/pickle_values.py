@@ -177,7 +177,7 @@ class PickleValues:
         raise CorruptError(f"the file has {what}", where=self.where, hint=hint) from cause
 
     def refuse(self, what: str, save: str = "save plain dense tensors") -> NoReturn:
-        hint = f"load it with the library that wrote it, and {save}"
+        hint = f"load it with the library that wrote it, and {save}; or leave it out: only=, --exclude"
         raise FormatError(f"the file has {what}, which is not known here", where=self.where, hint=hint)
 
     # ---- tensors

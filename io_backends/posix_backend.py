@@ -207,8 +207,9 @@ class PosixBackend(Backend):
         file = self._file(path)
         with files.storage_errors(file, "delete"):
             files.delete_below(self._root, path)
-            with suppress(OSError):
-                files.prune_empty(self._root, self._above())
+            if self._made:
+                with suppress(OSError):
+                    files.prune_empty(self._root, self._above())
 
     def _above(self) -> str:
         """The root, or the directory above what ``prepare`` has made."""

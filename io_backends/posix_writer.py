@@ -67,7 +67,6 @@ device at once."""
 _BLOCK = 4 << 20
 """Bytes that are written and hashed by turns until the next thread has its turn."""
 _Update = Callable[[memoryview], object]
-_Slices = deque[tuple[int, memoryview]]
 _OTHERS = "look for another job or a clean-up that works on the same directory"
 
 
@@ -131,39 +130,34 @@ class PosixWriter(WriterBase):
     def _write_buffered(self, views: list[memoryview], offset: int, update: _Update | None) -> None:
         for piece in _pieces(views) if update is None else [views]:
             length = sum(view.nbytes for view in piece)
-            if self._direct is not None and self._direct.refused:
-                self._reopen(self._direct)
-            slices = deque(_slices(piece, offset)) if update is not None else None
-            try:
-                fd = self._write_in_turn(piece, offset, slices, update)
-            except OSError:
-                if self._direct is None or not self._direct.refused:
-                    raise
-                self._reopen(self._direct)  # another thread's direct write was refused meanwhile: the error may be its
-                fd = self._write_in_turn(piece, offset, slices, update)
+            slices = deque(
+                _slices(piece, offset) if update is not None else ()
+            )  # what is hashed is taken from these, so that nothing is hashed twice
+            for tried in (False, True):
+                if self._direct is not None and self._direct.refused:
+                    self._reopen(self._direct)
+                try:
+                    # File systems let one in at a time anyway, and burn the processor of those that wait.
+                    with self._turn:
+                        fd = self._fd
+                        if update is None:
+                            files.write_all(fd, list(piece), offset)
+                        # Write first, hash second: after the copy into the page cache the slice is in this core's cache, and
+                        # hashing it there reads no memory.
+                        while update is not None and slices:
+                            at, part = slices[0]
+                            done = os.pwritev(fd, (part,), at)
+                            if done < len(part):
+                                files.write_all(fd, [part[done:]], at + done)
+                            update(part)
+                            slices.popleft()
+                    break
+                except OSError:  # of another thread's direct write perhaps, which was refused meanwhile
+                    if tried or self._direct is None or not self._direct.refused:
+                        raise
             if length >= _PIECE:
                 files.start_writeback(fd, offset, length)
             offset += length
-
-    def _write_in_turn(self, piece: list[memoryview], offset: int, slices: _Slices | None, update: _Update | None) -> int:
-        """The descriptor that was written to."""
-        # File systems let one in at a time anyway, and burn the processor of those that wait. What is written and
-        # hashed is taken from ``slices``, so that nothing is hashed twice.
-        with self._turn:
-            fd = self._fd
-            if slices is None or update is None:
-                files.write_all(fd, list(piece), offset)
-                return fd
-            # Write first, hash second: after the copy into the page cache the slice is in this core's cache, and
-            # hashing it there reads no memory.
-            while slices:
-                at, part = slices[0]
-                done = os.pwritev(fd, (part,), at)
-                if done < len(part):
-                    files.write_all(fd, [part[done:]], at + done)
-                update(part)
-                slices.popleft()
-        return fd
 
     # Direct and cached writes go through two descriptors of one file. When the file system refuses a direct write, it may report the error
     # of an earlier one at the next call on the same descriptor, whichever that is. So both are retired: what follows goes through a third,

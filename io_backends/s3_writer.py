@@ -304,7 +304,8 @@ class S3Writer(WriterBase):
 
     # ---- commit
 
-    def _settle(self) -> None:
+    def _send_rest(self) -> None:
+        """Finish what ``_put`` left to be done later."""
         with self._parts_lock:
             sending = self._sending
         for pending in sending:
@@ -315,6 +316,11 @@ class S3Writer(WriterBase):
             del self._gathered[number]
 
     def _make_durable(self) -> None:
+        try:
+            self._send_rest()
+        except BaseException:
+            self._state = "open"  # no commit was tried
+            raise
         if self.single:
             data = self._gathered[0].memory if self._size else b""
             self._perhaps_there = True

@@ -103,11 +103,6 @@ class WriterBase(Writer):
         """Copy bytes of another object, without reading them; see ``Writer.copy_range``."""
         return False
 
-    def _settle(self) -> None:
-        """Before a commit: finish what ``_put`` left to be done later."""
-        # If this raises, the object stays open.
-        return
-
     @abstractmethod
     def _make_durable(self) -> None:
         """Make the object exist, whole and durable. All bytes were put, and none is being put."""
@@ -149,7 +144,6 @@ class WriterBase(Writer):
                     where=self._where,
                     hint="a write failed or is missing: save again; if no error came before this one, please report it",
                 )
-            self._settle()
             # Set before the attempt: if making it durable raises, the state is right already, and no second commit
             # can succeed on what the first one left.
             self._state = "failed"  # until it did not

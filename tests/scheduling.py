@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import compileall
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,21 @@ def is_alone(nodeid: str) -> bool:
 
 
 def compile_share(config: pytest.Config) -> None:
-    """In a worker: compile some of the modules, as the other workers do others. In a fresh checkout, each would compile most of them."""
+    """In a worker of the whole suite: compile some of the modules, as the other workers do others. In a fresh checkout, each would compile
+    most of them."""
+    if all(Path(arg).resolve() != ROOT / "tests" for arg in config.args):
+        return
     number, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
     rooms = ("ckpt", "formats", "io_backends", "converters", "cli", "benchmarks", "tests")
     modules = sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
     for path in modules[number::count]:
-        compiled = path.parent / "__pycache__" / f"{path.stem}{rewrite.PYC_TAIL}"
+        compiled = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
         if not path.match("test_*.py"):
             compileall.compile_file(path, quiet=2)
-        elif not compiled.exists():
-            compiled.parent.mkdir(exist_ok=True)
-            known_by, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, known_by, compiled)
+        elif not compiled.exists() and rewrite.try_makedirs(compiled.parent):
+            with suppress(SyntaxError):  # which pytest reports when it collects
+                known_by, code = rewrite._rewrite_test(path, config)
+                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, known_by, compiled)
 
 
 def arrange(config: pytest.Config, items: list[pytest.Item]) -> None:

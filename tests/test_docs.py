@@ -9,9 +9,9 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+import traceback
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import click
@@ -22,6 +22,7 @@ from click.testing import CliRunner
 import ckpt
 from ckpt.cli.main import COMMANDS, cli
 from tests.cli.checkpoints import flip
+from tests.distributed.ranks import in_process
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
@@ -56,24 +57,24 @@ def test_the_blocks_of_a_guide_run(guide: Path, tmp_path: Path, monkeypatch: pyt
     assert run_guide(guide)
 
 
+def run_guides(pipe: Connection, guides: list[Path], folder: Path) -> None:
+    """Each in a folder of its own; tells which have run, or what went wrong."""
+    os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
+    try:
+        for guide in guides:
+            (folder / guide.stem).mkdir()
+            os.chdir(folder / guide.stem)
+            assert run_guide(guide)
+        pipe.send({guide.stem for guide in guides})
+    except BaseException:  # noqa: BLE001  the test shows it
+        pipe.send(traceback.format_exc())
+
+
 def test_the_blocks_of_the_other_guides_run(tmp_path: Path) -> None:
-    """In one process, each in a folder of its own."""
-    code = """
-import os, sys
-from pathlib import Path
-from tests.test_docs import run_guide
-for guide in map(Path, sys.argv[1:]):
-    os.mkdir(guide.stem)
-    os.chdir(guide.stem)
-    assert run_guide(guide)
-    os.chdir("..")
-    print("ran", guide.stem)
-"""
-    command = [sys.executable, "-c", code, *(str(guide) for guide in GUIDES if guide.stem in APART)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AWS_EC2_METADATA_DISABLED": "true"}
-    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert {line.split()[1] for line in ran.stdout.splitlines() if line.startswith("ran ")} == APART
+    process, pipe = in_process(run_guides, [guide for guide in GUIDES if guide.stem in APART], tmp_path)
+    assert pipe.recv() == APART
+    process.kill()
+    process.join()
 
 
 SAMPLES = {

@@ -111,10 +111,6 @@ class DigestReader:
         self._lock = threading.Lock()
         self._local = _Scratch()
 
-    def needs_whole(self, extent: Extent) -> bool:
-        """Whether a chunk has to be read whole although only a part of it is needed."""
-        return extent.codec is not None or (self.verify == "full" and extent.digest is not None)
-
     def span(self, phase: str, nbytes: int) -> AbstractContextManager[object]:
         return _NO_SPAN if self._spans is None else self._spans.span(phase, nbytes)
 
@@ -129,11 +125,11 @@ class DigestReader:
             with self.span("read", len(memory)):
                 self.backend.read_into(path, offset, memory)
             if digest is not None:
-                digest.update(memory)
+                digest.add(memory)
         else:
             # The backend reads and hashes by turns, slice by slice, so that a slice is hashed while the cache has it.
             began, hashed = time.perf_counter(), digest.seconds
-            self.backend.read_hashed(path, offset, memory, digest.timed_update)
+            self.backend.read_hashed(path, offset, memory, digest.add if self._spans is None else digest.add_timed)
             if self._spans is not None:  # the two take turns every few microseconds: each counts for how long it took in all
                 ended = time.perf_counter()
                 turn = ended - (digest.seconds - hashed)
@@ -317,29 +313,26 @@ class ChunkDigest:
         self.compares = self._hash is not None or self._crc is not None
         """Whether bytes are hashed as they come."""
 
-    def timed_update(self, data: memoryview) -> None:
-        """``update`` of a few bytes of many: a span for each would cost too much."""
+    def add_timed(self, data: memoryview) -> None:
+        """``add`` of a few bytes of many, into ``seconds``: a span for each would cost too much."""
         began = time.perf_counter()
-        self._add(data)
-        if self.also is not None:
-            self.also.update(data)
+        self.add(data)
         self.seconds += time.perf_counter() - began
 
     def update(self, data: memoryview) -> None:
-        if self.also is not None:
-            self.also.update(data)
-        if self.compares:
-            with self._reader.span("verify", len(data)):
-                self._add(data)
-        else:
-            self.length += len(data)
+        """``add``, with a span if it takes time."""
+        with self._reader.span("verify", len(data)) if self.compares else _NO_SPAN:
+            self.add(data)
 
-    def _add(self, data: memoryview) -> None:
+    def add(self, data: memoryview) -> None:
+        """Bytes that follow those before."""
         self.length += len(data)
         if self._hash is not None:
             self._hash.update(data)
         if self._crc is not None:
             self._crc = zlib.crc32(data, self._crc)
+        if self.also is not None:
+            self.also.update(data)
 
     def hexdigest(self) -> str:
         """Of what has come."""

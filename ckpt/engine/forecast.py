@@ -177,7 +177,7 @@ def _rows(fetch: DigestReader, scan: ChunkScan, file: FilePlan) -> Iterator[Plan
 def _grouped(reader: Reader, read: RangeGroup, parts: Sequence[Part], steps: Sequence[CopyStep]) -> Iterator[PlannedRead]:
     fetch, mine = reader.fetch, [parts[i] for i in read.members]
     chunks = [list(members) for _, members in groupby(mine, lambda part: same_chunk(part, steps))]
-    if reader.at_once(read):
+    if read.length <= reader.max_read and len(read.members) > 1:  # they are read by one call
         touched = [(steps[members[0].copy], members[0]) for members in chunks]
         whole = [step.extent for step, part in touched if part.length == step.extent.length]
         decoded = max((step.nbytes for step, _ in touched if step.extent.codec is not None), default=0)

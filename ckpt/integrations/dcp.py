@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from traceback import walk_stack
 from typing import Any, Literal
 
 import torch
@@ -378,16 +379,14 @@ _ONLY: dict[str, tuple[Any, str]] = {
 def _whole(plans: list[SavePlan]) -> list[SavePlan]:
     """All plans, also those that a planner which caches them did not give again, since they are as in its last save."""
     # DCP would let ranks use the plans they have, which name the files of the last save; so they are all given out
-    # again.
+    # again. The planner has them. DCP hands it to the writer only when plans are made: until then it is a local of the caller.
     if all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 has no such plans
         return plans
-    caches: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
-    fitting = [c for c in caches.values() if len(c) == len(plans) and all(p is q or not p.usable for p, q in zip(plans, c, strict=True))]
-    if len(fitting) != 1:
-        raise UsageError(
-            f"{len(fitting)} kinds of planner have cached plans that may be meant", hint="enable_plan_caching=True with one kind of planner"
-        )
-    return fitting[0]
+    planners: Iterator[Any] = (frame.f_locals.get("planner") for frame, _ in walk_stack(None))
+    whole: list[SavePlan] | None = next((planner.global_plan for planner in planners if hasattr(planner, "global_plan")), None)
+    if whole is None or len(whole) != len(plans) or not all(p is q or not p.usable for p, q in zip(plans, whole, strict=True)):
+        raise UsageError("the planner gives parts of its plan and keeps the rest", hint="enable_plan_caching=False")
+    return whole
 
 
 def _assigned_boxes(items: Sequence[WriteItem], position: int) -> Iterable[AssignedBox]:

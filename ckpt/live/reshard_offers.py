@@ -239,7 +239,7 @@ def _lead_offer(call: Call, meeting: Meeting, cache: ReshardCache, rows: dict[in
     if "replicas" in offers[meeting.old[0]]:
         compare_replicas(call, offers)
     call.fetch_all(row[key] for row in offers.values() for key in ("state", "own") if key in row)
-    own = {meeting.old.index(rank): parse_json(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
+    own = {str(meeting.old.index(rank)): parse_json(call.fetch(row["own"])) for rank, row in offers.items() if "own" in row}
     values = {
         "state": join_values([(ranks, parse_json(call.fetch(digest))) for digest, ranks in grouped(offers, "state")]),
         "own": own,

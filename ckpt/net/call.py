@@ -41,7 +41,7 @@ from ckpt.telemetry.progress import RankSign, sign_interval
 from ckpt.text import parse_json
 
 from .broadcast_tree import PATIENCE
-from .channel import ControlChannel, Row, check_posted, error_of, failed_on, longest_pause, looks, parse_posted
+from .channel import ControlChannel, Row, check_posted, error_of, failed_on, longest_pause, looks
 from .liveness import FailureDetector, Members, silent
 
 R = TypeVar("R")
@@ -229,6 +229,10 @@ class Call:
                 self._report_error(err, decided=False)
             raise
         finally:
+            # Every rank has come to this call. Where it overlaps none, all have left those before it, whose keys nobody reads any more.
+            # This one may still be going on in the background when the next one begins, and fails.
+            if self._decided and not self.overlaps:
+                self.group.keys.past = max(self.group.keys.past, int(self.number))
             patience.reset(before)
 
     def fail(self, phase: str, error: BaseException) -> None:
@@ -263,8 +267,6 @@ class Call:
         with self._channel() as channel:
             channel.say(word)
         self._decided = True
-        if not self.overlaps:  # else ranks may not have left the calls before it, whose keys then have to stay
-            self.group.keys.settled(self.number)
         return decision
 
     def follow(self, row: Row) -> Any:
@@ -282,8 +284,6 @@ class Call:
         if "error" in word:
             raise error_of(self.kind, self._phase, word)
         self._decided = True
-        if not self.overlaps:  # else ranks may not have left the calls before it, whose keys then have to stay
-            self.group.keys.settled(self.number)
         return word["found"]
 
     def _message(self, row: Row) -> bytes:
@@ -488,7 +488,10 @@ class Call:
                 self.heartbeat()
                 detector.check(set(range(len(ranks))).difference(here), self._phase)
                 end = time.monotonic() + self._slice
-        posted = parse_posted(channel.rows(here))
+        texts = channel.rows(here)
+        different = set(texts.values())  # rows of many ranks are equal: each different text is parsed once, and all at once
+        parsed: dict[bytes, Row] = dict(zip(different, parse_json(b"[" + b",".join(different) + b"]"), strict=True))
+        posted = {position: parsed[text] for position, text in texts.items()}
         check_posted({ranks[position]: row for position, row in posted.items()}, self.kind, self.url, self._phase)
         offers = self._offers
         offers.latest = {position: row["offers"] for position, row in posted.items()}

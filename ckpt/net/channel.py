@@ -69,11 +69,6 @@ class WrittenKeys:
         """The number of its call, a slash, and a name."""
         self._keys.setdefault(int(key.partition("/")[0]), {})[key] = None
 
-    def settled(self, number: str) -> None:
-        """Every rank has come to this call, so all have left those before it: what they wrote there is not read any more. It may still be
-        going on in the background when the next one begins, and fails."""
-        self.past = max(self.past, int(number))
-
     def forget(self, store: Store) -> None:
         """Delete what is not read any more, when there is time for it."""
         for number in [n for n in list(self._keys) if n < self.past]:
@@ -287,13 +282,6 @@ def error_of(kind: str, phase: str, verdict: dict[str, Any]) -> CkptError:
 
 Row = dict[str, Any]
 """What a rank contributes to one phase: JSON."""
-
-
-def parse_posted(texts: Mapping[int, bytes]) -> dict[int, Row]:
-    """Parse what the ranks posted, by position. Rows of many ranks are equal: each different text is parsed once, and all at once."""
-    different = set(texts.values())
-    parsed = dict(zip(different, parse_json(b"[" + b",".join(different) + b"]"), strict=True))
-    return {position: parsed[text] for position, text in texts.items()}
 
 
 def check_posted(posted: Mapping[int, Row], kind: str, url: str, phase: str) -> None:

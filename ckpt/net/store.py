@@ -223,7 +223,7 @@ class Store:
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all are there."""
-        return self._ask(lambda store: store.check(self._names(keys)))
+        return self._ask(lambda store: store.check([self._prefix + key for key in keys]))
 
     def peek(self, key: str) -> bytes | None:
         """The value, or None where there is none. One round trip."""
@@ -231,19 +231,16 @@ class Store:
 
     def get_all(self, keys: Sequence[str]) -> list[bytes]:
         """The values of keys that are there."""
-        return self._ask(lambda store: store.get_all(self._names(keys)))
+        return self._ask(lambda store: store.get_all([self._prefix + key for key in keys]))
 
     def appended(self, keys: Sequence[str], *, there: bool = False) -> list[bytes]:
         """What was appended to each key. ``there``: something was to each."""
-        return self._ask(lambda store: store.appended(self._names(keys), there=there))
+        return self._ask(lambda store: store.appended([self._prefix + key for key in keys], there=there))
 
     def delete_later(self, keys: Iterable[str]) -> None:
         """Delete keys when nothing else is asked, without waiting for it. What cannot be deleted stays."""
-        for name in self._names(keys):
-            self._connection.put_off(lambda store, name=name: store.delete(name))  # type: ignore[misc]
-
-    def _names(self, keys: Iterable[str]) -> list[str]:
-        return [self._prefix + key for key in keys]
+        for key in keys:
+            self._connection.put_off(lambda store, name=self._prefix + key: store.delete(name))  # type: ignore[misc]
 
     def _ask(self, call: Callable[[KeyValues], R], *, answered: bool = True) -> R:
         return self._connection.ask(call, self._began, self._timeout, answered=answered)

@@ -25,7 +25,6 @@ from ckpt.plan.layout.partition import numbers_in, runs_of
 from ckpt.plan.layout.tensor_layout import TensorLayout, Tiling, joined_layout, states_boxes
 from ckpt.text import parse_json
 
-from .external_assignment import joined_assignment
 from .ownership import ChunkAssignment, TensorSpec, assign
 
 _TILING_HINT = (
@@ -228,6 +227,8 @@ def _join_stated(
         if name in claims:
             _report_difference(claims[name], first.tensor, tables, first.tables[0], problems)
             continue
+        from .external_assignment import joined_assignment  # few states have such tensors
+
         by_layout = {claim.tensor.layout: claim.assignment for claim in each}  # replicas have one, perhaps in several tables
         layout = joined_layout(name, list(by_layout))
         tensor = replace(first.tensor, layout=layout)

@@ -157,13 +157,14 @@ class Nodes:
     def __init__(self, root: Node, selection: Selection) -> None:
         self._selection = selection
         self._moved: dict[str, Node] = {}
-        self._origins: dict[str, str] = {}
+        self.origins: dict[str, str] = {}
+        """Path in the state → where the checkpoint has it, of what is renamed."""
         self._children: dict[int, Mapping[Any, Node] | None] = {}  # id of a mapping's node, which lives as long as the root
         for path, node in _all(root, "") if selection.moves else ():
             moved = renamed_path(selection, path)
             if moved != path:
                 self._moved[moved] = node
-                self._origins[moved] = path
+                self.origins[moved] = path
 
     def child(self, node: Node | Missing, key: object, path: str) -> Node | Missing:
         """The node that the state has at ``path``, where ``key`` leads to from the node of its container; or ``MISSING``."""
@@ -183,10 +184,6 @@ class Nodes:
         if id(node) not in self._children:
             self._children[id(node)] = children_of(node)
         return self._children[id(node)]
-
-    def origin(self, path: str) -> str:
-        """Where the checkpoint has what the state has at ``path``."""
-        return self._origins.get(path, path)
 
 
 def _all(node: Node, path: str) -> Iterator[tuple[str, Node]]:

@@ -225,7 +225,10 @@ def none_here(url: str) -> CkptError:
         )
     if (joint := unfinished_run(url)) is not None:
         return joint
-    runs = runs_below(url, open_backend(url).list_dir())
+    names = open_backend(url).list_dir()
+    if not names:
+        return NotFoundError("nothing lies below this URL", where=url, hint="check the URL")
+    runs = runs_below(url, names)
     hint = f"name one of the runs below: {some_runs(runs)}" if runs else "name the directory that holds the steps"
     return NotFoundError("this is neither a run nor a checkpoint", where=url, hint=hint)
 

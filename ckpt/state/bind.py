@@ -150,7 +150,7 @@ class _BindWalk(Binder):
                 self.module(target, node, path)
         elif isinstance(target, lazy.Optimizer):
             self.optimizers.bind(target, node, path)
-        elif is_stateful(target):
+        elif type(target) is not dict and is_stateful(target):
             self.stateful(target, node, path)
         elif isinstance(target, dict) and ((live := _has_live(target) if path else _LIVE) or self.nodes.children(node) is not None):
             self.mapping(target, node, path, live=live)
@@ -185,7 +185,7 @@ class _BindWalk(Binder):
             if type(value) in lazy.PLAIN or (isinstance(value, lazy.Tensor) and not is_wrapper(value)):
                 tensor(at, value)
             else:
-                self.value(value, self.nodes.child(node, key, at), at, _item_setter(target, key))
+                self.value(value, self.nodes.child(node, key, at), at, partial(target.__setitem__, key))
         runs = [alike] if live == _LIVE else [alike, *self.added(target, children, path, everything=everything, tensors=live == _NAMED)]
         if not live and not children and self.selection.wants(path):
             self.binding.values.append(path)
@@ -214,7 +214,7 @@ class _BindWalk(Binder):
                 run = []
             at = join(path, key)
             if self.selection.wants(at) and self.selection.renamed(at) == at and (tensors or not tree.refers(child)):
-                (self.decoded if tensors else self.plain)(child, at, _item_setter(target, key))
+                (self.decoded if tensors else self.plain)(child, at, partial(target.__setitem__, key))
             else:
                 self._left += 1
         if run:
@@ -229,7 +229,7 @@ class _BindWalk(Binder):
         before = len(self.binding.values)
         for i, item in enumerate(target):
             at = join(path, i)
-            self.value(item, self.nodes.child(node, i, at), at, _item_setter(loaded, i))
+            self.value(item, self.nodes.child(node, i, at), at, partial(loaded.__setitem__, i))
         if stored is not None and not tree.refers(node):  # then the stored list is a leaf as a whole: taken if all in it is
             # A stored list of plain values is one leaf. It counts as used only if all of its elements were taken,
             # whether one by one or through a container inside of it; else strict loads report what is left.
@@ -342,7 +342,7 @@ class _BindWalk(Binder):
         values: list[Any] = [None] * len(chosen.ranks)
         for i, rank in enumerate(chosen.ranks):
             fresh = {name: self._own_tensor(name) for name in _tensor_names(nodes[rank])}
-            self.binding.apply.append(partial(self._rebuild, nodes[rank], fresh, _item_setter(values, i)))
+            self.binding.apply.append(partial(self._rebuild, nodes[rank], fresh, partial(values.__setitem__, i)))
         self.binding.apply.append(lambda: chosen.take(values))
 
     @staticmethod
@@ -380,13 +380,6 @@ class _AtPath(Mapping[int, Node]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-
-def _item_setter(container: Any, key: Any) -> Setter:
-    def put(value: object) -> None:
-        container[key] = value
-
-    return put
 
 
 def _take(target: dict[Any, Any], keys: Sequence[Any], children: Mapping[Any, Node]) -> None:

@@ -116,7 +116,7 @@ class OptimizerBinder:
         prefix, groups_path = join(path, "state"), join(path, "param_groups")
         states = self.binder.nodes.child(node, "state", prefix)
         groups = self.binder.nodes.child(node, "param_groups", groups_path)
-        stored = join(self.binder.nodes.origin(groups_path).rpartition(".")[0], "state")
+        stored = join(self.binder.nodes.origins.get(groups_path, groups_path).rpartition(".")[0], "state")
         options = self.stored_options(groups, prefix, stored)
         if options:
             self.binding.values.append(groups_path)

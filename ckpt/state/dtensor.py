@@ -53,7 +53,8 @@ STATED_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes
 def states_boxes(tensor: torch.Tensor) -> bool:
     """Whether a tensor states its boxes (``sharded.py``). Cheap: ``hasattr`` makes no ``__dict__`` of a tensor that has none."""
     kind = type(tensor)
-    local = tensor if kind is lazy.Tensor or kind is lazy.Parameter else holder_of(tensor)  # first: a state has very many of these
+    # Plain ones first: a state has very many of these.
+    local = tensor if kind is lazy.Tensor or kind is lazy.Parameter else tensor._local_tensor if is_dtensor(tensor) else tensor
     has_fields = hasattr(local, STATED_FIELDS[0]) and all(hasattr(local, name) for name in STATED_FIELDS)
     return has_fields or hasattr(local, "__create_chunk_list__")
 

@@ -100,10 +100,13 @@ def _first_difference(stored: Node, mine: Node, at: str) -> str | None:
         return None
     if type(stored) is type(mine) is dict and tree.tag_of(stored) is tree.tag_of(mine) is None:
         for key in dict.fromkeys((*mine, *stored)):
+            if (at, key) == ("context", "requires_grad"):  # of TransformerEngine's: whether it is trained is no part of it
+                continue
             named = "class" if key == CLASS else f"{at}.{key}".removeprefix(".")
             text = _first_difference(stored.get(key), mine.get(key), named)
             if text is not None:
                 return text
+        return None
     return f"{at} {tree.shorten(stored)} in the checkpoint, {tree.shorten(mine)} in the state"
 
 
@@ -119,6 +122,8 @@ def _context_node(context: Any, old: Sequence[int], new: Sequence[int], path: st
             return {"object": f"{_name(type(value))}.{value.name}"}
         if isinstance(value, type) or (callable(value) and "<" not in getattr(value, "__qualname__", "<")):
             return {"object": _name(value)}  # type: ignore[arg-type]  # functions have both names, too
+        if hasattr(value, "update_quantized"):  # TransformerEngine's: what will quantise the next values, which is the program's to say
+            return {"object": _name(type(value))}
         parts: dict[str, object] | None = None
         if is_dataclass(value):
             parts = {field.name: getattr(value, field.name) for field in fields(value)}
@@ -170,6 +175,8 @@ def inner_layouts(
     sliced, length = _slice(name, wrapper, dim)
     placed = {}
     for field, tensor in inner.items():
+        if field not in sliced:
+            raise _uncut(name, wrapper, f"has no {field} once it is sliced")
         cut = [d for d, (now, before) in enumerate(zip(sliced[field].shape, tensor.shape, strict=True)) if now != before]
         if not cut:
             placed[field] = tensor, TensorLayout(layout.mesh, (), layout.at), tuple(tensor.shape)
@@ -189,7 +196,10 @@ def _slice(name: str, wrapper: Any, dim: int) -> tuple[dict[str, torch.Tensor], 
     rows, reason = wrapper.shape[dim], "has one row here"
     for parts in (n for n in range(2, rows + 1) if rows % n == 0):
         try:
-            return inner_tensors(wrapper.detach().narrow(dim, 0, rows // parts)), rows // parts
+            part = wrapper.detach().narrow(dim, 0, rows // parts)
+            if type(part) is type(wrapper):
+                return inner_tensors(part), rows // parts
+            reason = f"gives a {type(part).__qualname__} when it is sliced"
         except Exception as err:  # noqa: BLE001  classes refuse as they like
             reason = f"cannot be sliced ({type(err).__name__}: {err})"
     raise _uncut(name, wrapper, reason)

@@ -194,7 +194,12 @@ class Binder:
     def settle(self) -> None:
         """A tied name that the checkpoint lacks is not missing if the memory is filled under another name. What is missing gets no
         memory. Of targets that share elements the later ones are filled beside their memory."""
-        self._separate()
+        # Targets that share elements with an earlier one are read beside it, and put into place when the earlier one is filled.
+        names, later = list(self.binding.targets), dict[int, list[LocalTensor]]()
+        for first, second in shared_elements([local for local, _ in self.binding.targets.values()]):
+            later.setdefault(second, []).append(self.binding.targets[names[first]][0])
+        for number in sorted(later, reverse=True):  # apply begins with the last that is inserted: each is put after the earlier ones
+            self._put_later(names[number], later[number])
         if not self._absent and not self._meta:
             return
         filled = {id(local) for local, _ in self.binding.targets.values()}
@@ -209,15 +214,6 @@ class Binder:
         wanted = [(local, tensor) for local, tensor in self._meta if id(local) in filled]
         self.binding.create += [partial(self.materialise, local, tensor) for local, tensor in wanted]
         self.binding.without_memory += [(local, real_device(tensor)) for local, tensor in wanted]
-
-    def _separate(self) -> None:
-        """Have targets that share elements with an earlier one read beside it, and put into place when the earlier one is filled."""
-        names = list(self.binding.targets)
-        later: dict[int, list[LocalTensor]] = {}
-        for first, second in shared_elements([local for local, _ in self.binding.targets.values()]):
-            later.setdefault(second, []).append(self.binding.targets[names[first]][0])
-        for number in sorted(later, reverse=True):  # apply begins with the last that is inserted: each is put after the earlier ones
-            self._put_later(names[number], later[number])
 
     def beside(self, name: str, local: LocalTensor, entry: TensorEntry) -> LocalTensor:
         """Memory of its own for a target, which is filled in its place."""

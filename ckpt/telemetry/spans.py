@@ -88,6 +88,8 @@ class Spans:
         self._folded: dict[str, list[int]] = {}
         """The same of those that are not kept one by one."""
         self._threads: list[threading.Thread] = []
+        self._names: list[str] = []
+        """Of these, as a terminal may show them."""
         if on:
             self._began = time.time()
             self._zero = time.perf_counter()
@@ -120,6 +122,7 @@ class Spans:
                     same = (i for i, thread in enumerate(self._threads) if thread.name == me.name and not thread.is_alive())
                     number = next(same, len(self._threads))
                     self._threads[number : number + 1] = [me]
+                    self._names[number : number + 1] = ["".join(c if c.isprintable() else "?" for c in me.name[:_NAME])]
                 self._spans.append(Span(phase, self._threads.index(me), start, duration, nbytes))
                 into: tuple[list[int], ...] = (total,)
             else:
@@ -132,9 +135,8 @@ class Spans:
         if not self.on:
             return SpanTable(began=0.0, threads=(), spans=(), folded=())
         with self._lock:
-            names = tuple(_printable(thread.name) for thread in self._threads)
             folded = tuple(PhaseSum.of(phase, *numbers) for phase, numbers in self._folded.items())
-            return SpanTable(began=self._began, threads=names, spans=tuple(self._spans), folded=folded)
+            return SpanTable(began=self._began, threads=tuple(self._names), spans=tuple(self._spans), folded=folded)
 
     def to_json(self) -> Row:
         """The row that this rank sends to the leader: JSON, ``SpanTable.from_row`` reads it. Empty if off.
@@ -149,7 +151,7 @@ class Spans:
             row = {
                 "began": self._began,
                 "phases": list(number),
-                "threads": [_printable(thread.name) for thread in self._threads],
+                "threads": list(self._names),
                 "folded": [[number[phase], *numbers] for phase, numbers in self._folded.items()],
                 "sums": [[number[phase], *numbers] for phase, numbers in self._sums.items()],
             }
@@ -361,10 +363,6 @@ class SpanTable:
             return _table(row)
         except ValueError as err:
             raise CorruptError(f"these are not the spans of a rank: {err}", where=where, hint=UNNEEDED) from err
-
-
-def _printable(name: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in name[:_NAME])
 
 
 # ---------------------------------------------------------------------------------------------------------------- reading

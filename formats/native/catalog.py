@@ -285,7 +285,7 @@ def _contents(backend: Backend, record: CommitRecord, read: Reading) -> Contents
     where = _join(backend.url, record.index[TENSORS].path.rpartition("/")[0])
     try:
         contents = decode_index(files, where, anchored=ANCHORS in record.features)
-        excess = find_excess(contents)
+        excess = None if contents.sources else find_excess(contents.tensors, contents.files)
     except MemoryError as err:
         raise too_little_memory(sum(map(len, files.values())), where) from err
     if excess is None and any(is_reference(f.path) for f in contents.files) != (REFERENCED in record.features):

@@ -346,7 +346,8 @@ def referred_files(checkpoint: Backend) -> FileReferrers:
         run, name = split_url(checkpoint)
     except UsageError:
         return FileReferrers()
-    return referrers_in(open_backend(run), but=name).to(name)
+    referrers = referrers_in(open_backend(run), but=name)
+    return FileReferrers(by_path=referrers.by_directory.get(name, {}), unknown=referrers.unknown)
 
 
 def _uses(run: Backend, name: str) -> _Uses:

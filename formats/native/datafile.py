@@ -177,7 +177,7 @@ class DataFilePlan:
     def encode_header(self, digests: Sequence[int] | npt.NDArray[np.uint64], digests128: Mapping[int, str] = _NO_DIGESTS) -> bytes:
         """The first ``header`` bytes of the file, given the XXH3-64 of each chunk in the order of ``offsets``, and the XXH3-128 of some
         before coding, in hex by their place in it."""
-        if len(digests) != len(self):
+        if len(digests) != len(self.offsets):
             raise ValueError(f"{len(digests)} digests for {len(self)} chunks of {self.path}")
         values = np.asarray(digests, dtype=np.uint64)[self.digest_order]
         before, after = self.parts

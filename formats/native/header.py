@@ -58,23 +58,19 @@ class Header:
     """XXH3-128 of all chunks before coding, in the order of ``digests``, as hex; zeros for a chunk without. Empty: none has one."""
 
     @cached_property
-    def keys(self) -> Sequence[str]:
-        return self.layout.keys_in(self.text)
-
-    @cached_property
     def chunks(self) -> Mapping[str, StoredChunk]:
         """All chunks by key."""
         columns, digests = self.layout.columns, self.digests.decode()
         own = [digests[at : at + CHUNK_DIGITS] for at in (CHUNK_DIGITS * columns.places).tolist()]
         offsets = (columns.offsets + self.start).tolist()
         rows = zip(columns.kinds.tolist(), offsets, columns.lengths.tolist(), own, strict=True)
-        return {key: StoredChunk(*columns.kind[kind], *row) for key, (kind, *row) in zip(self.keys, rows, strict=True)}
+        return {key: StoredChunk(*columns.kind[kind], *row) for key, (kind, *row) in zip(self.layout.keys_in(self.text), rows, strict=True)}
 
     @cached_property
     def strong_digests(self) -> Mapping[str, str]:
         """XXH3-128 in hex of the chunks that have one, before coding, by key."""
         text, width = self.digests128.decode(), CHUNK_DIGITS_128
-        places = zip(self.keys, self.layout.columns.places.tolist(), strict=True) if text else ()
+        places = zip(self.layout.keys_in(self.text), self.layout.columns.places.tolist(), strict=True) if text else ()
         digests = ((key, text[width * place : width * (place + 1)]) for key, place in places)
         return {key: digest for key, digest in digests if digest != NO_DIGEST_128}
 
@@ -104,7 +100,7 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
         entries = _parse_json(_NO_METADATA + text, where)
         if entries.pop(METADATA) != 0:
             _damaged("its header has metadata twice", where)
-    id, rank, digests, digests128 = _metadata(metadata, len(entries) if layout is None else len(layout.columns), where)
+    id, rank, digests, digests128 = _metadata(metadata, len(entries) if layout is None else len(layout.columns.offsets), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
         _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)

@@ -88,9 +88,6 @@ class Columns:
     stems: IntArray | None = None
     """Bytes of each key without its box."""
 
-    def __len__(self) -> int:
-        return len(self.offsets)
-
 
 class HeaderLayout:
     """Columns, and where in the ``text`` of a header their keys are: those that end at ``ends``, with boxes of so many bytes. Without
@@ -110,7 +107,15 @@ class HeaderLayout:
 
     @cached_property
     def _mask(self) -> npt.NDArray[np.uint8]:
-        return self._bytes if self.ends is None or self._boxes is None else _bits_that_stay(self._bytes, self.ends, self._boxes)
+        """Which bits of a text are the same in all texts of this layout: all but the lower four of the digits of boxes."""
+        text, ends, boxes = self._bytes, self.ends, self._boxes
+        if ends is None or boxes is None:
+            return text
+        inside = np.arange(int(boxes.sum()), dtype=np.int64) - np.repeat(np.cumsum(boxes) - boxes, boxes)
+        places = inside + np.repeat(ends - boxes, boxes)
+        mask = np.full(len(text), 0xFF, dtype=np.uint8)
+        mask[places[text[places] - 48 <= 9]] = 0xF0
+        return mask
 
     @cached_property
     def _between(self) -> Sequence[bytes]:
@@ -172,15 +177,6 @@ class HeaderLayout:
         fitted = HeaderLayout(self.columns, text, ends=np.cumsum(fixed_sizes + sizes), boxes=sizes)
         fitted._between = between
         return fitted
-
-
-def _bits_that_stay(text: npt.NDArray[np.uint8], ends: IntArray, boxes: IntArray) -> npt.NDArray[np.uint8]:
-    """Which bits of a text are the same in all texts of its layout: all but the lower four of the digits of boxes."""
-    inside = np.arange(int(boxes.sum()), dtype=np.int64) - np.repeat(np.cumsum(boxes) - boxes, boxes)
-    places = inside + np.repeat(ends - boxes, boxes)
-    mask = np.full(len(text), 0xFF, dtype=np.uint8)
-    mask[places[text[places] - 48 <= 9]] = 0xF0
-    return mask
 
 
 _local = threading.local()

@@ -5,16 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ckpt.errors import CkptError, ConflictError, NotFoundError, UsageError
-from ckpt.formats.external import Routed
+from ckpt.formats.external import Routed, routed
 from ckpt.io_backends.checks import path_problem
+from ckpt.io_backends.protocol import Backend
 from ckpt.io_backends.registry import join_url, open_backend
-
-if TYPE_CHECKING:
-    from ckpt.io_backends.protocol import Backend, CopySource
-
 
 TENSORS = "tensors.arrow"
 GRIDS = "grids.arrow"
@@ -229,14 +225,6 @@ class RunBackend(Routed):
         others = (UP + inner for backend, inners in of_run.items() for inner in backend.nearby(inners) or ())
         return {*near, *others}
 
-    def modified(self, path: str) -> float | None:
-        backend, inner = self.route(path)
-        return backend.modified(inner)
-
-    def link(self, path: str = "") -> str | None:
-        backend, inner = self.route(path)
-        return backend.link(inner)
-
-    def copy_source(self, path: str) -> CopySource | None:
-        backend, inner = self.route(path)
-        return backend.copy_source(inner)
+    modified = routed(Backend.modified)
+    link = routed(Backend.link)
+    copy_source = routed(Backend.copy_source)

@@ -25,7 +25,7 @@ from ckpt.plan.layout.geometry import Cuts
 from ckpt.text import parse_json
 
 from .paths import RANK_ROWS, RANK_TABLE
-from .tables import column, from_file, integers, node_problem, row_excess, schema, tensor_problem, to_file, too_little_memory
+from .tables import column, find_excess, from_file, integers, node_problem, schema, tensor_problem, to_file, too_little_memory
 
 if TYPE_CHECKING:
     from ckpt.io_backends.protocol import Backend
@@ -188,7 +188,7 @@ class RankParts:
             self._damaged(f"the row of rank {rank} is not what the format says: {err!r}")
         problems = (node_problem(node, REFERENCES_OF_RANKS) for node in values.values())
         problem = next((p for p in problems if p is not None), None)
-        problem = problem or row_excess(tensors.values(), [self._data_files[n] for n in self._of_rank.get(rank, ())])
+        problem = problem or find_excess(tensors.values(), [self._data_files[n] for n in self._of_rank.get(rank, ())])
         for name, entry in tensors.items():
             problem = problem or tensor_problem(entry, tensors, len(self._data_files))
             if problem is None and (name in self.of_job or self.known.setdefault(name, entry) is not entry):

@@ -321,27 +321,15 @@ def find_problem(contents: Contents) -> str | None:
     return None
 
 
-def find_excess(contents: Contents) -> str | None:
-    """Whether there are more chunks than the headers, as the index itself describes them, can list: then nobody must try to.
+def find_excess(tensors: Collection[TensorEntry], files: Iterable[DataFile]) -> str | None:
+    """Whether there are more chunks than the headers of ``files``, as the index itself describes them, can list: then nobody must try to.
 
     A grid of a few thousand cuts per dimension has more cells than memory can. Every chunk has a digest in a header; or a row of its own,
-    in a virtual checkpoint.
+    in a virtual checkpoint, which is not asked about.
     """
-    if contents.sources:
-        return None  # there is a row for every chunk, which was checked before
-    grids = {id(t.grid): t.grid for t in contents.tensors}
-    uses = Counter(id(t.grid) for t in contents.tensors if t.alias is None)
-    chunks = sum(count * grids[grid].count for grid, count in uses.items())
-    return _excess(chunks, contents.files)
-
-
-def row_excess(tensors: Iterable[TensorEntry], files: Iterable[DataFile]) -> str | None:
-    """The same of the tensors of one rank, whose chunks are all in ``files``."""
-    return _excess(sum(t.grid.count for t in tensors if t.alias is None), files)
-
-
-def _excess(chunks: int, files: Iterable[DataFile]) -> str | None:
-    room = sum(f.header for f in files) // CHUNK_DIGITS
+    grids = {id(t.grid): t.grid for t in tensors}
+    uses = Counter(id(t.grid) for t in tensors if t.alias is None)
+    chunks, room = sum(count * grids[grid].count for grid, count in uses.items()), sum(f.header for f in files) // CHUNK_DIGITS
     return f"the tensors have {chunks} chunks, the headers of the data files have room for {room}" if chunks > room else None
 
 

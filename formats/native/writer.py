@@ -126,7 +126,19 @@ class CheckpointJournal(WriteJournal):
             self.discard()
             raise
         try:
-            self._publish(record)
+            # That what ``previous`` says is removed meanwhile, by the retention of this very job, is no conflict: it is not there to be
+            # committed again then.
+            expected = self.previous
+            while True:
+                try:
+                    self.backend.put_if(COMMIT_PATH, record, expected=expected)
+                    break
+                except ConflictError:
+                    there = read_record(self.backend)
+                    if there == expected or there not in (None, self.previous):
+                        raise
+                    expected = there  # gone, or put back by whoever removed it, as others refer to it
+            self.previous = expected
         except BaseException as err:
             # Three cases after an error of the put, since an error may come after the effect:
             #
@@ -144,21 +156,6 @@ class CheckpointJournal(WriteJournal):
             if self._holds(record) is False:
                 self.discard()
             raise
-
-    def _publish(self, record: bytes) -> None:
-        """Put the record where ``previous`` is, or was: that it is removed meanwhile, by the retention of this very job, is no conflict. It
-        is not there to be committed again then."""
-        expected = self.previous
-        while True:
-            try:
-                self.backend.put_if(COMMIT_PATH, record, expected=expected)
-                self.previous = expected
-                return
-            except ConflictError:
-                there = read_record(self.backend)
-                if there == expected or there not in (None, self.previous):
-                    raise
-                expected = there  # gone, or put back by whoever removed it, as others refer to it
 
     def _holds(self, record: bytes) -> bool | None:
         """Whether the commit record is this one; None if the storage cannot say."""

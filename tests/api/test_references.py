@@ -25,9 +25,10 @@ from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord
 from ckpt.formats.native.paths import RunBackend
 from ckpt.formats.native.rebuild import rebuild_checkpoint
 from ckpt.formats.native.tables import find_problem
-from ckpt.formats.native.writer import CheckpointJournal, set_tags
+from ckpt.formats.native.writer import set_tags
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.faulty import FaultyProcess
+from ckpt.io_backends.posix_backend import PosixBackend
 from ckpt.io_backends.registry import open_backend, wrap_backends
 from ckpt.net.group import current_group
 from ckpt.policies import EverySteps, Latest, retention
@@ -383,16 +384,17 @@ def test_a_base_that_becomes_a_copy_while_a_save_that_refers_to_it_is_published(
     for step in (1, 2):
         ckpt.save(run / f"step-{step}", tuned.state, reuse=run / "step-1" if step == 2 else True)
     copy_checkpoint(run / "step-2", run.parent / "copy")
-    publish = CheckpointJournal._publish
+    put_if = PosixBackend.put_if
 
-    def after(journal: CheckpointJournal, record: bytes) -> None:
+    def after(backend: PosixBackend, path: str, data: bytes, *, expected: bytes | None) -> None:
+        assert path == COMMIT_PATH
         monkeypatch.undo()
         shutil.rmtree(run / "step-2")
         shutil.rmtree(run / "step-1")
         copy_checkpoint(run.parent / "copy", run / "step-2")
-        publish(journal, record)
+        put_if(backend, path, data, expected=expected)
 
-    monkeypatch.setattr(CheckpointJournal, "_publish", after)
+    monkeypatch.setattr(PosixBackend, "put_if", after)
     with pytest.raises(ConflictError, match="replaced by a copy of it, which has other files, meanwhile"):
         ckpt.save(run / "step-3", tuned.state, reuse=run / "step-2")
     assert not (run / "step-3" / "checkpoint.json").exists()
@@ -401,14 +403,15 @@ def test_a_base_that_becomes_a_copy_while_a_save_that_refers_to_it_is_published(
 def test_a_base_that_is_tagged_while_a_save_that_refers_to_it_is_published(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = Tuned()
     ckpt.save(run / "step-1", tuned.state, reuse=True)
-    publish = CheckpointJournal._publish
+    put_if = PosixBackend.put_if
 
-    def after(journal: CheckpointJournal, record: bytes) -> None:
+    def after(backend: PosixBackend, path: str, data: bytes, *, expected: bytes | None) -> None:
+        assert path == COMMIT_PATH
         monkeypatch.undo()
         set_tags(open_backend(str(run / "step-1")), ["best"])
-        publish(journal, record)
+        put_if(backend, path, data, expected=expected)
 
-    monkeypatch.setattr(CheckpointJournal, "_publish", after)
+    monkeypatch.setattr(PosixBackend, "put_if", after)
     assert ckpt.save(run / "step-2", tuned.state, reuse=run / "step-1").reused_bytes >= FROZEN
     holds(run / "step-2", tuned.tensors())
 

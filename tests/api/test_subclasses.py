@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ckpt.cli.main import cli
 from ckpt.engine.verify import verify
 from ckpt.errors import LayoutError, MismatchError, NamesError, StateError, UsageError
 from ckpt.policies import EverySteps, TrustFrozen
-from tests.fixtures.rows8 import Rounding, Rows8
+from tests.fixtures.rows8 import Fp8, Rounding, Rows8
 from tests.formats import oracle
 
 
@@ -208,6 +209,44 @@ def test_a_context_is_the_same_on_every_device(url: str) -> None:
         "object": f"{__name__}.Meta",
         "fields": {"shape": torch.Size((2, 2)), "device": torch.device("cuda")},
     }
+
+
+class Fp8Linear(nn.Module):
+    """As a module of TransformerEngine: its extra state are bytes that it makes and reads itself, with its scales."""
+
+    def __init__(self, seed: int, state: object, **options: bool) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.weight, self.state = nn.Parameter(Fp8.random(4, 6, **options)), state
+
+    def get_extra_state(self) -> object:
+        return self.state
+
+    def set_extra_state(self, state: object) -> None:
+        self.state = state
+
+
+def test_weights_and_extra_state_as_those_of_transformer_engine(root: str) -> None:
+    state, other = torch.arange(9, dtype=torch.uint8), io.BytesIO(b"of TE 1.x")
+    for number, value in enumerate((state, other)):
+        ckpt.save(f"{root}/{number}", {"m": (saved := Fp8Linear(1, value))})
+    described = ckpt.open(f"{root}/0").state()["m"]["weight"]["context"]
+    assert described["nontensor_kwargs"]["quantizer"] == {"object": "tests.fixtures.rows8.Quantizer"}
+    frozen = Fp8Linear(2, torch.empty(0, dtype=torch.uint8))
+    frozen.weight.requires_grad_(False)
+    weight, data, quantizer = frozen.weight, frozen.weight._data, frozen.weight._quantizer  # type: ignore[attr-defined]
+    ckpt.load(f"{root}/0", {"m": frozen})
+    assert all(torch.equal(a, b) for a, b in zip(inner(frozen.weight), inner(saved.weight), strict=True))
+    assert frozen.weight is weight and weight._data is data and weight._quantizer is quantizer  # type: ignore[attr-defined]
+    assert isinstance(frozen.state, torch.Tensor) and torch.equal(frozen.state, state)
+    ckpt.load(f"{root}/1", {"m": (again := Fp8Linear(2, io.BytesIO()))})
+    assert isinstance(again.state, io.BytesIO) and again.state.getvalue() == b"of TE 1.x"
+    stale = Fp8Linear(2, state, stale=True)
+    stale.weight.stale = True  # type: ignore[attr-defined]
+    before = [x.clone() for x in inner(stale.weight)]
+    with pytest.raises(MismatchError, match="m.weight: context.nontensor_kwargs.transpose_invalid false in the checkpoint, true in the"):
+        ckpt.load(f"{root}/0", {"m": stale})
+    assert all(torch.equal(a, b) for a, b in zip(inner(stale.weight), before, strict=True))
 
 
 class Holder:

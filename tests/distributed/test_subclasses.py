@@ -13,10 +13,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
 from ckpt import live
-from ckpt.errors import CkptError, LayoutError, MismatchError
+from ckpt.errors import CkptError, LayoutError, MismatchError, ReplicaError
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks
-from tests.fixtures.rows8 import Rows8
+from tests.fixtures.rows8 import Fp8, Rows8
 
 ROWS, BLOCK = 24, 2
 Parts = dict[str, list[torch.Tensor]]
@@ -115,10 +115,32 @@ def moved(address: str) -> list[bool]:
     return [_is_first(new), _is_first(taken)]
 
 
+def fp8(seed: int, *, stale: bool = False, scaled: bool = False) -> dict[str, Any]:
+    """Rows of a weight as TransformerEngine has it. ``scaled``: each rank by itself."""
+    torch.manual_seed(seed)
+    tensor, mesh, rows = Fp8.random(ROWS, 5), mesh_of(dp=dist.get_world_size()), ROWS // dist.get_world_size()
+    local = tensor.rows(rows * dist.get_rank(), rows * (dist.get_rank() + 1))
+    local = Fp8(local._data.clone(), local._transpose.clone(), local._scale_inv + scaled * dist.get_rank(), stale=stale)  # type: ignore[union-attr]
+    return {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(5, 1))}
+
+
+def fp8_saved(url: str) -> str:
+    ckpt.save(url, fp8(1))
+    with pytest.raises(ReplicaError) as caught:
+        ckpt.save(f"{url}-2", fp8(1, scaled=True))
+    return str(caught.value)
+
+
+def fp8_loaded(url: str) -> bool:
+    ckpt.load(url, state := fp8(2))
+    pairs = zip(*(each["w"]._local_tensor.__dict__.values() for each in (state, fp8(1))), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
 def refused(url: str) -> list[str]:
-    """A cut along columns, and ranks without rows."""
+    """A cut along columns, ranks without rows, and a cache that a slice does not have."""
     errors = []
-    for state in ({"w": cut(whole(1), dim=1)}, {"w": _two(torch.ones(1))}):
+    for state in ({"w": cut(whole(1), dim=1)}, {"w": _two(torch.ones(1))}, fp8(1, stale=True)):
         try:
             ckpt.save(url, state)
         except CkptError as err:
@@ -147,6 +169,15 @@ def test_rows_come_back_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) 
     assert all('model.weight: context.rounding null in the checkpoint, "up" in the state' in text for text in texts)
 
 
+def test_rows_and_transposed_rows_of_one_scale(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    assert all("w#_scale_inv" in text for text in ranks.run(2, fp8_saved, url))
+    torch.manual_seed(1)
+    opened, tensor = ckpt.open(url), Fp8.random(ROWS, 5)
+    assert all(torch.equal(opened[f"w#{field}"].read(), getattr(tensor, field)) for field in Fp8._FIELDS)
+    assert all(ranks.run(3, fp8_loaded, url))
+
+
 def test_rows_move_in_memory(ranks: Ranks) -> None:
     assert ranks.run(2, moved, "tcp://127.0.0.1:0/a") == [[True, True]] * 2
 
@@ -156,4 +187,5 @@ def test_what_does_not_divide_is_refused_before_anything_is_written(ranks: Ranks
         assert all(text.startswith(LayoutError.__name__) and "(tensor w)" in text for text in texts)
         assert "cannot be sliced (ValueError: only whole blocks of rows)" in texts[0]
         assert "has no elements on some of its 3 ranks" in texts[1]
+        assert "has no _transpose once it is sliced" in texts[2]
     assert not (tmp_path / "a").exists()

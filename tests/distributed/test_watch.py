@@ -137,7 +137,7 @@ def save_with_a_wrong_setting(folder: str) -> None:
         began = time.monotonic()
         with pytest.raises(ckpt.errors.UsageError, match="soon"):
             save(f"{folder}/a", {"x": torch.zeros(4)}, job=ckpt.Job(timeout=20))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15, "it waited for the deadline"
     del os.environ["CKPT_PROGRESS"]
     ckpt.save(f"{folder}/b", {"x": torch.zeros(4)}, job=ckpt.Job(timeout=20))
 

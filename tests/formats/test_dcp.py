@@ -362,8 +362,17 @@ def test_tensors_of_torchao_are_not_damaged(tmp_path: Path) -> None:
     view = ckpt.open(path)
     assert same(view["plain"].read(), torch.arange(12.0).view(3, 4))
     for name in ours:
-        with pytest.raises(FormatError, match="a tensor of the class torchao"):
-            view[name].read()
+        state = {"plain": torch.zeros(3, 4), name: torch.zeros(view[name].shape)}
+        with pytest.raises(
+            FormatError, match=rf"(?s)a tensor of the class torchao.*\(tensor {name}, .*try: load it with.*ckpt.save.*or leave"
+        ):
+            ckpt.load(str(path), state, only=[*state])
+        assert not state["plain"].any()
+        for option in ("--dry-run", "--threads=1"):
+            refused = CliRunner().invoke(
+                cli, ["convert", "--to", "native", option, "--only", "plain", "--only", name, str(path), str(tmp_path / "n")]
+            )
+            assert refused.exit_code == 12 and f"tensor {name}, " in refused.output and not (tmp_path / "n").exists()
     copy = shutil.copytree(path, tmp_path / "c")
     data = bytearray((copy / "__0_0.distcp").read_bytes())
     at = data.index(torch.arange(12.0).numpy().tobytes())

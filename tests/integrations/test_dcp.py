@@ -195,8 +195,13 @@ def test_what_cannot_be_is_refused_on_all_ranks(ranks: Ranks, tmp_path: Path) ->
     assert sorted(p.parent.name for p in tmp_path.glob("*/checkpoint.json")) == ["cached0"]
 
 
+class Other(DefaultSavePlanner):
+    """Has a cache of its own, as those of NeMo Automodel for model and optimizer."""
+
+
 def cached(path: str) -> list[tuple[Full, Full]]:
-    """Four saves with a planner that caches plans: as before, changed values, another shape, and that again."""
+    """Four saves with a planner that caches plans: as before, changed values, another shape, and that again. Another planner saves in
+    between."""
     found = []
     for i, size in enumerate((4, 4, 6, 6)):
         mesh = mesh_of(dp=2)
@@ -207,6 +212,11 @@ def cached(path: str) -> list[tuple[Full, Full]]:
         dcp.load(into, storage_reader=CkptReader(f"{path}/{i}"))
         assert (into["n"], into.pop("file").getvalue()) == (i, state.pop("file").getvalue())
         found.append((flat(state), flat(into)))
+        dcp.save(
+            other := {"y": torch.full((2,), 9.0 + i)}, storage_writer=CkptWriter(f"{path}/other"), planner=Other(enable_plan_caching=True)
+        )
+        dcp.load(into := {"y": torch.zeros(2)}, storage_reader=CkptReader(f"{path}/other"))
+        same(flat(into), flat(other))
     return found
 
 

@@ -193,13 +193,15 @@ def test_a_note_beside_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["0.3", "off", "auto"])
 def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckpt.engine.save import job as progress
+    from ckpt.engine.save import leader
+    from ckpt.engine.save import save as saving
     from ckpt.formats.native import paths
 
     monkeypatch.setenv("CKPT_PROGRESS", setting)
     monkeypatch.setattr(progress, "FIRST_SIGN", 0.05)
     monkeypatch.setattr(progress, "_ARRIVES", 0.0)
     seen: list[int] = []
-    commit = ckpt.engine.save.leader.write_index  # type: ignore[attr-defined]
+    commit = leader.write_index
 
     def slow(*given: Any) -> Any:
         end = time.monotonic() + (0.8 if setting != "0.3" else 30)
@@ -212,7 +214,7 @@ def test_the_setting(setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         seen.append(len(list(tmp_path.rglob(paths.PROGRESS))))
         return commit(*args, **kwargs)
 
-    work = ckpt.engine.save.save.write  # type: ignore[attr-defined]
+    work = saving.write
     monkeypatch.setattr("ckpt.engine.save.save.write", slow)
     monkeypatch.setattr("ckpt.engine.save.leader.write_index", committing)
     ckpt.save(str(tmp_path / "a"), {"x": torch.zeros(4)})

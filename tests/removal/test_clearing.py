@@ -241,7 +241,7 @@ def test_all_that_commits_looks_once_more(tmp_path: Path, how: str, monkeypatch:
         act()
     failed = 0
     for at in range(0, len(counted.log), 1 if how == "cp" else 2):
-        shutil.rmtree(root)
+        shutil.rmtree(root, ignore_errors=True)  # a save that failed leaves no empty directory
         error: CkptError | None = None
         process = Stopping({at: clear})
         try:

@@ -6,7 +6,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import pytest
@@ -116,6 +116,10 @@ def use(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _told(store: ObjectStore) -> ObjectStore:
+    """Whose clients share what botocore reads of its service: each would spend most of its time on the same JSON."""
+    import botocore.session
+
+    botocore.session.create_loader = cache(botocore.session.create_loader)
     _used[store.endpoint] = store.name
     return store
 

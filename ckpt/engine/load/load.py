@@ -199,7 +199,8 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
     except CkptError as err:
         err.message += f"; {PARTLY_WRITTEN if job.begun else UNCHANGED}"
         raise
-    call.drain()
+    if call.group.size > 1:
+        call.drain()
     seconds, fetch = time.perf_counter() - began, reader.fetch
     if call.is_leader:
         log.info("loaded %s: %d tensors, %d bytes read here in %.2f s", call.url, len(matched.binding.targets), fetch.read, seconds)
@@ -266,8 +267,8 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
         if len({row.get("id") for row in rows.values()}) > 1:
             return {"replaced": True}
         verdict = verdict_of(call, catalog, rows, options.selection, strict=options.strict)
-        if not all("shares" in row for row in rows.values()):
-            return verdict
+        if not (all("shares" in row for row in rows.values()) and any(row["shares"] for row in rows.values())):
+            return verdict  # nobody reads for others, or there is nothing to share
         from .shared_reads import what_is_shared
 
         return verdict | what_is_shared(call, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -19,17 +19,16 @@ from ckpt.concurrency import COUNTS_WAITS, run_tasks
 from ckpt.engine.digest_reader import PAGE, PROBE, ChunkDigest, ChunkName, DigestReader, Verify
 from ckpt.errors import CorruptError
 from ckpt.formats.native.codecs import CHUNK_LIMIT
-from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import CacheBlock, Copy, Part, RangeGroup, group_ranges, overlapping_chunks, parts_of, pieces
 from ckpt.state.tensors import raw_view, reads_otherwise, writable_bytes
 from ckpt.telemetry.spans import Spans
 
-from .chunk_scan import ByFile, ChunkScan, FilePlan, cohorts_of
 from .whole_chunks import Stored, TensorLoad, WholeChunks, copy_box, find_whole_chunks, note_writes, tasks_of, wanted_boxes
 
 if TYPE_CHECKING:
     import torch
 
+    from .chunk_scan import ByFile, ChunkScan, FilePlan
     from .read_exchange import ReadExchange
 
 __all__ = ["ReadPlan", "Reader", "TensorLoad", "Verify"]
@@ -148,15 +147,22 @@ class Reader:
         for job in rest:
             self.check_tiling(job.entry)
         wanted = [(job, wanted_boxes(job.target, job.entry, padding)) for job in rest]
-        scan, files, steps = None, list[FilePlan](), list[CopyStep]()
+        scan: ChunkScan | None = None
+        files: list[FilePlan] = []
+        steps: list[CopyStep] = []
         if rest and self.verify == "full" and sum(job.entry.grid.count for job in rest) > MANY and hasattr(self.catalog, "extents_in"):
-            scan = ChunkScan(cast(ByFile, self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
+            from .chunk_scan import ChunkScan, cohorts_of  # a load into the saved layout has none
+
+            scan = ChunkScan(cast("ByFile", self.catalog), cohorts_of(wanted, left_out), self.fetch, self.max_read)
             files = [scan.look_up(file) for file in scan.files] if scan.ahead else []
             steps = [step for file in files for step in steps_of(file)]
             self.bytes_needed += sum(file.needed for file in files)
         else:
             for job, boxes in wanted:
-                steps += self.steps(job, boxes, left_out.get(id(job.target), ()))
+                entry, skipped = job.entry, left_out.get(id(job.target), ())
+                copies = [copy for _, box in boxes for copy in overlapping_chunks(entry.grid, box) if copy.chunk not in skipped]
+                extents = self.catalog.extents(entry, [copy.chunk for copy in copies])
+                steps += [CopyStep(job, copy, extent) for copy, extent in zip(copies, extents, strict=True)]
                 self.beat()
             self.bytes_needed += sum(step.copy.box.numel * step.job.entry.dtype.itemsize for step in steps)
         coded = max((s.extent.decoding_bytes(s.nbytes) for s in steps if s.extent.codec is not None), default=0)
@@ -181,11 +187,6 @@ class Reader:
         with self._lock:
             self.bytes_needed += file.needed
 
-    def steps(self, job: TensorLoad, boxes: Iterable[tuple[int, Box]], left_out: Collection[int]) -> list[CopyStep]:
-        """What to copy for one tensor, but for chunks that are left out."""
-        copies = [copy for _, box in boxes for copy in overlapping_chunks(job.entry.grid, box) if copy.chunk not in left_out]
-        return [CopyStep(job, c, e) for c, e in zip(copies, self.catalog.extents(job.entry, [c.chunk for c in copies]), strict=True)]
-
     def check_tiling(self, entry: TensorEntry) -> None:
         """Cells of cuts tile. Boxes do because a save made sure of it; an index that was tampered with would leave memory as it was."""
         key = (id(entry.grid), entry.shape)
@@ -202,7 +203,8 @@ class Reader:
 
     def parts(self, number: int, step: CopyStep) -> list[Part]:
         itemsize, copy = step.job.entry.dtype.itemsize, step.copy
-        if self.fetch.needs_whole(step.extent):
+        # What is to be compared, or decoded, is read whole although only a part of it is needed.
+        if step.extent.codec is not None or (self.verify == "full" and step.extent.digest is not None):
             return parts_of(number, copy, step.extent, itemsize, whole_chunks=True, max_gap=0)
         blocks = [copy]
         if step.nbytes > settings.CHUNK:
@@ -213,17 +215,13 @@ class Reader:
 
     def read(self, read: RangeGroup, parts: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         mine = [parts[i] for i in read.members]
-        if self.at_once(read):
+        if read.length <= self.max_read and len(read.members) > 1:
             extent = Extent(read.path, read.offset, read.length, None)
             self.fetch.reread(extent, partial(self._together, read, mine, steps))
         else:
             for _, group in groupby(mine, lambda p: same_chunk(p, steps)):  # what lies in a longer part comes after it
                 members = list(group)
                 self.fetch.reread(steps[members[0].copy].extent, partial(self._alone, members, steps))
-
-    def at_once(self, read: RangeGroup) -> bool:
-        """Whether the parts of a group are read by one call."""
-        return read.length <= self.max_read and len(read.members) > 1
 
     def _together(self, read: RangeGroup, mine: Sequence[Part], steps: Sequence[CopyStep]) -> None:
         """Several parts at once, from the cache."""

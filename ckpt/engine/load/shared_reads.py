@@ -302,9 +302,10 @@ def what_is_worth(*, parts: bool, verify: Verify) -> Callable[[SharedChunk, int]
 
 
 def row_of_sharing(call: Call, catalog: Catalog, sharing: SharedReads) -> Row:
-    """For the leader: each rank set, how many ranks it has and a digest of what this rank loads; its machine; and the files near it."""
+    """For the leader: each rank set, how many ranks it has and a digest of what this rank loads, empty if there is none; its machine; and
+    the files near it."""
     digests = {key: (size, _digest(kinds, sharing.piece)) for key, (size, kinds) in sharing.rank_sets.items()}
-    row: Row = {"shares": call.share(json.dumps(digests).encode()), "machine": machine()}
+    row: Row = {"shares": call.share(json.dumps(digests).encode()) if digests else "", "machine": machine()}
     near = catalog.backend.nearby([file.path for file in catalog.files])
     if near is not None:
         row["near"] = runs_of(number for number, file in enumerate(catalog.files) if file.path in near)
@@ -314,8 +315,9 @@ def row_of_sharing(call: Call, catalog: Catalog, sharing: SharedReads) -> Row:
 def what_is_shared(call: Call, rows: Mapping[int, Row]) -> Row:
     """Leader: the rank sets in which not every rank loads the same, which are ``refused``; which ranks are on one machine, and which have
     which files near (``ckpt.plan.machines``), if a file does not cost all ranks the same."""
-    call.fetch_all(row["shares"] for row in rows.values())
-    digests = {digest: parse_json(call.fetch(digest)) for digest in {row["shares"] for row in rows.values()}}
+    different = {row["shares"] for row in rows.values()} - {""}
+    call.fetch_all(different)
+    digests = {"": {}, **{digest: parse_json(call.fetch(digest)) for digest in different}}
     sizes: dict[str, int] = {}
     counts: dict[tuple[str, str], int] = {}
     for row in rows.values():

@@ -6,19 +6,22 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckpt.catalog import DataFile, Grid, TensorEntry
 from ckpt.formats.native.datafile import CodedFiles, plan_data_files
 from ckpt.formats.native.paths import data_number
-from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.geometry import IntArray
 from ckpt.plan.ownership import ChunkAssignment, TensorSpec, assign
 from ckpt.plan.tables import Joined, Table
 
 from .base import NO_REFERENCES, ReferenceRows
 from .plan import NO_ID, chunks_of, mirrored_groups, own_tensors, specs_of
+
+if TYPE_CHECKING:
+    from ckpt.plan.copies import MirrorPlacement
 
 # The stored grids of a checkpoint: which data file has each chunk.
 

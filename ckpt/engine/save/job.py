@@ -194,8 +194,15 @@ class SaveJob:
     @contextmanager
     def noted(self) -> Iterator[None]:
         """While the block runs, tell how far the save is: the caller's function, and, on the leader, a note in the storage."""
-        if self.notes is not None:
-            self.notes.start()
+        if (notes := self.notes) is not None:
+            timer = threading.Timer(FIRST_SIGN, notes.run)
+            timer.args = (timer.finished,)
+            timer.name, timer.daemon = "ckpt-progress", True
+            try:
+                timer.start()
+                notes.timer = timer
+            except RuntimeError as err:  # the system gives no more threads
+                log.debug("how far the save %s is is not noted: %s", self.call.url, err)
         progress, meter = self.options.progress, self.meter
         try:
             with nullcontext() if progress is None else reported(progress, lambda: (meter.done, meter.total)):
@@ -204,8 +211,8 @@ class SaveJob:
             self.cache.bases.clear()  # the base may no longer be what this process remembers: the next save reads it
             raise
         finally:
-            if self.notes is not None:
-                self.notes.stop()
+            if notes is not None:
+                notes.stop()
 
 
 # How far a save is, left in its storage for ``ckpt watch`` by a thread of the leader.
@@ -234,38 +241,28 @@ class ProgressWriter:
     _interval: float | None
     id: str = ""
     """Empty until the save has one."""
-    _timer: threading.Timer | None = None
-    _stopped: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        """Begin to note, once the save has taken ``FIRST_SIGN`` seconds."""
-        timer = threading.Timer(FIRST_SIGN, self._run)
-        timer.name, timer.daemon = "ckpt-progress", True
-        self._stopped = timer.finished
-        try:
-            timer.start()
-            self._timer = timer
-        except RuntimeError as err:  # the system gives no more threads
-            log.debug("how far the save %s is is not noted: %s", self._call.url, err)
+    timer: threading.Timer | None = None
+    """Calls ``run`` once the save has taken ``FIRST_SIGN`` seconds."""
 
     def stop(self) -> None:
         """Remove what was noted. Again: nothing happens."""
-        timer, self._timer = self._timer, None  # a circle
+        timer, self.timer = self.timer, None  # a circle
         if timer is not None:
             timer.cancel()
             timer.join(_JOIN)
 
-    def _run(self) -> None:
+    def run(self, stopped: threading.Event) -> None:
+        """Note how far the save is until it is ``stopped``."""
         file: ProgressFile | None = None
         try:
             backend = open_backend(self._call.url)
             interval = self._interval or (OBJECT_STORE if backend.io_hints.coalesce_gap else 1.0)
             notes = _Notes(self._call, max(interval, sign_interval(self._call.group.size)))
             first = interval if self.id else max(interval, _UNBEGUN)
-            if self._stopped.wait(max(_ARRIVES, first - FIRST_SIGN)):
+            if stopped.wait(max(_ARRIVES, first - FIRST_SIGN)):
                 return
             failures, pause = 0, 0.0
-            while failures < _FAILURES and not self._stopped.wait(pause):
+            while failures < _FAILURES and not stopped.wait(pause):
                 began = time.monotonic()
                 try:
                     file = self._file(backend, file)

@@ -90,12 +90,9 @@ class Leader:
     longest: int = 0
     """Bytes of the largest data file."""
     _rows: Mapping[int, Row] = field(default_factory=dict)
-    """What each rank has said of its state."""
+    """What each rank has said of its state, in their order."""
     _values_key: tuple[object, ...] = ()
     """What the ranks' values follow from: digests, and who has them."""
-
-    def __post_init__(self) -> None:
-        self._positions = {rank: i for i, rank in enumerate(self.call.group.ranks)}  # ranks as the format counts them
 
     def open(self, rows: Mapping[int, Row]) -> Row:
         """Check that the ranks' tables and values make one checkpoint, and make ready to write it. Gives what every rank has to know."""
@@ -120,7 +117,7 @@ class Leader:
         if "idle" in next(iter(rows.values())):
             check_part(self.call, rows.values())
         self._rows = rows
-        own = {self._positions[rank]: row["own"] for rank, row in rows.items() if "own" in row}
+        own = {position: row["own"] for position, row in enumerate(rows.values()) if "own" in row}
         self._values_key = (
             tuple((digest, tuple(ranks)) for digest, ranks in grouped(rows, "state")),
             tuple((rank, row["values"]) for rank, row in rows.items() if "own" in row),
@@ -167,7 +164,7 @@ class Leader:
         call = self.call
         call.fetch_all(row[key] for row in self._rows.values() for key in ("state", "values") if key in row)
         state = join_values([(ranks, parse_json(call.fetch(d))) for d, ranks in grouped(self._rows, "state")])
-        own = {self._positions[rank]: parse_json(call.fetch(row["values"])) for rank, row in self._rows.items() if "own" in row}
+        own = {position: parse_json(call.fetch(row["values"])) for position, row in enumerate(self._rows.values()) if "own" in row}
         return Values(state, own)
 
     def commit(self, rows: Mapping[int, Row], given: Values | None = None) -> None:
@@ -179,10 +176,9 @@ class Leader:
             compare_replicas(call, rows)
         if mirrors is not None:
             compare_mirrors(call, rows)
-        files = [
-            DataFile(path=p, size=s, header=h, digest=d, rank=self._positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]
-        ]
-        apart = {self._positions[rank]: row for rank, row in self._rows.items() if "own_bytes" in row}
+        positions = {rank: i for i, rank in enumerate(call.group.ranks)}  # ranks as the format counts them
+        files = [DataFile(path=p, size=s, header=h, digest=d, rank=positions[r]) for r, row in rows.items() for p, s, h, d in row["files"]]
+        apart = {position: row for position, row in enumerate(self._rows.values()) if "own_bytes" in row}
         referring = tuple(dict.fromkeys(row["references"] for row in rows.values() if "references" in row))
         how = Chunking(
             coded=any("coded" in row for row in rows.values()),

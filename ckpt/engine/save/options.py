@@ -14,7 +14,6 @@ from ckpt.formats.native.commit import Branches
 from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.group import Job
-from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.layout import Layout
 from ckpt.plan.values import StatePart
 from ckpt.settings import check_flags
@@ -25,6 +24,7 @@ from .base import SaveBase
 from .writer import RankWriter
 
 if TYPE_CHECKING:
+    from ckpt.plan.copies import MirrorPlacement
     from ckpt.policies.save import TrustFrozen
 
 

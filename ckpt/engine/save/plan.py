@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, TypedDict
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from ckpt.dtypes import dtype
 from ckpt.formats.native.datafile import ChunkSpec, DataFilePlan, coded_groups, plan_data_files
 from ckpt.formats.native.paths import data_path
 from ckpt.formats.native.ranks import OwnTensor, encode_tensors
-from ckpt.plan.copies import MirrorPlacement
 from ckpt.plan.layout.geometry import Box
 from ckpt.plan.layout.mesh import Mesh
 from ckpt.plan.layout.tensor_layout import TensorLayout
@@ -29,6 +28,9 @@ from ckpt.plan.tables import Table, split_tables
 from ckpt.state.collect import Collected
 from ckpt.state.shard_table import ShardCache
 from ckpt.text import parse_json
+
+if TYPE_CHECKING:
+    from ckpt.plan.copies import MirrorPlacement
 
 NO_ID = "0" * 16
 """Stands for the id of the save in plans that are kept."""

@@ -360,7 +360,8 @@ def commit(job: SaveJob, share: RankShare, writer: RankWriter, leader: Leader | 
             busy = write_spans(leader.backend, leader.id, spans)
         except CkptError as err:
             log.warning("the spans of the save %s are not kept: %s", call.url, err)
-        call.drain()
+        if call.group.size > 1:
+            call.drain()
         # Remove what the checkpoint has replaced. The others have left this call, and no sign of life reaches them in the next one: so if
         # it takes long, it goes on in the background.
         removing, timeout = Pending(leader.remove_older, "ckpt-remove"), call.timeout

@@ -108,7 +108,7 @@ class RankWriter:
             run_tasks([partial(self._batch, writer, batch) for batch in self.plan.batches[number]], self.threads, "ckpt-write")
             # The header has the digests of all chunks, so it is written last, into room that the plan has left at
             # byte 0. Until then the file is not a valid one, and no commit record names it.
-            return writer, plan, self._header(writer, plan, plan.first, self.digests[plan.first : plan.first + len(plan)])
+            return writer, plan, self._header(writer, plan, plan.first, self.digests[plan.first : plan.first + len(plan.offsets)])
 
     def _header(self, writer: Writer, plan: DataFilePlan, first: int, digests: Sequence[int]) -> bytes:
         """Write the header of a file whose first chunk is number ``first``."""
@@ -146,7 +146,16 @@ class RankWriter:
                 number = batch.numbers[0]
                 self._large(writer, batch.start, number, self.source.view(number) if staged is None else staged)
             else:
-                data, at = self._scratch(batch) if staged is None else staged, 0
+                if (data := staged) is None:  # the bytes of small chunks, copied next to each other
+                    scratch: torch.Tensor | None = getattr(self._local, "scratch", None)
+                    if scratch is None:
+                        scratch = self._local.scratch = lazy.torch.empty(settings.CACHE_BLOCK, dtype=lazy.torch.uint8)
+                    self.source.fill_batch(batch, scratch, 0)
+                    for number in self._mixed.intersection(batch.numbers) if self._mixed else ():
+                        begin = sum(batch.lengths[: batch.numbers.index(number)])
+                        self.source.patch(number, scratch[begin : begin + self.source.nbytes(number)])
+                    data = scratch.numpy().data[: batch.length]
+                at = 0
                 for number, length in zip(batch.numbers, batch.lengths, strict=True):
                     self.digests[number] = xxhash.xxh3_64_intdigest(data[at : at + length])
                     at += length
@@ -169,18 +178,6 @@ class RankWriter:
             begin = sum(batch.lengths[: batch.numbers.index(number)])
             self.source.patch(number, room[begin : begin + self.source.nbytes(number)])
         return room.numpy().data
-
-    def _scratch(self, batch: Batch) -> memoryview:
-        """The bytes of small chunks, copied next to each other."""
-        scratch: torch.Tensor | None = getattr(self._local, "scratch", None)
-        if scratch is None:
-            scratch = self._local.scratch = lazy.torch.empty(settings.CACHE_BLOCK, dtype=lazy.torch.uint8)
-        self.source.fill_batch(batch, scratch, 0)
-        for number in batch.numbers:
-            if number in self._mixed:
-                begin = sum(batch.lengths[: batch.numbers.index(number)])
-                self.source.patch(number, scratch[begin : begin + self.source.nbytes(number)])
-        return scratch.numpy().data[: batch.length]
 
     def _large(self, writer: Writer, offset: int, number: int, data: memoryview) -> None:
         # Hash and write block by block: a block that was just hashed is still in the cache when it is copied to the
