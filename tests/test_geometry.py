@@ -148,6 +148,11 @@ def test_cells_are_the_product_in_row_major_order(data: st.DataObject) -> None:
     assert (offsets + sizes).tolist() == [[hi for _, hi in cell] for cell in expected]
 
 
+def test_cells_of_more_dimensions_than_arrays_have() -> None:
+    offsets, sizes = cells([*[(0, 1)] * 40, (0, 1, 3), *[(0, 1)] * 40])
+    assert offsets.shape == (2, 81) and offsets.sum(axis=1).tolist() == [0, 1] and sizes[:, 40].tolist() == [1, 2]
+
+
 @given(st.data())
 def test_cell_box_is_the_cell_of_that_number(data: st.DataObject) -> None:
     cuts = data.draw(cuts_of(data.draw(shapes(max_dims=3))))

@@ -19,6 +19,9 @@ from ckpt.plan.ownership import TensorSpec
 from . import lazy
 from .dtensor import is_dtensor, mesh_of, widened
 
+DIMENSIONS = 31
+"""Of a tensor of a state: arrays of numpy have 32 at most, and cells of grids need one more."""
+
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
@@ -125,6 +128,10 @@ def dtype_of(tensor: torch.Tensor, name: str) -> DType:
         if hasattr(kind, "__tensor_flatten__"):
             hint = "its inner tensors are stored where the state itself has it, not in PerRank and not among an optimizer's options"
         raise StateError(f"a tensor of class {kind.__module__}.{kind.__qualname__} cannot be stored", where=f"tensor {name}", hint=hint)
+    if tensor.dim() > DIMENSIONS:
+        raise StateError(
+            f"a tensor has at most {DIMENSIONS} dimensions here, and this one {tensor.dim()}", where=f"tensor {name}", hint="reshape it"
+        )
     dtype = DTYPES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None or tensor.layout is not lazy.torch.strided:
         raise StateError(

@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import ckpt
 from ckpt import PerRank
+from ckpt.engine.verify import verify
 from ckpt.errors import MismatchError, NamesError, NotFoundError, StateError
 from ckpt.plan import tree
 from ckpt.state.torch_objects import set_options
@@ -224,6 +225,13 @@ def test_names_that_cannot_be(url: str, name: str) -> None:
         with pytest.raises(StateError, match="name") as refused:
             ckpt.save(url, state)
         assert refused.value.hint and not Path(url).exists()
+
+
+def test_the_most_dimensions(url: str) -> None:
+    save(url, {"w": torch.arange(4.0).reshape([2, 2, *[1] * 29])})
+    assert not verify(url).problems
+    with pytest.raises(StateError, match="at most 31 dimensions here, and this one 32"):
+        ckpt.save(url, {"w": torch.ones([1] * 32)})
 
 
 def test_the_longest_name(url: str) -> None:

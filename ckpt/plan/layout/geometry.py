@@ -165,11 +165,16 @@ def merge_cuts(*cuts: Sequence[int] | IntArray) -> Cuts:
 
 def cells(cuts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
     """Offsets and shapes ``[n, d]`` of the cells of a grid, row-major (the last dimension fastest). No dimensions: one cell."""
-    if not cuts:
-        return np.zeros((1, 0), dtype=np.int64), np.zeros((1, 0), dtype=np.int64)
-    starts = np.meshgrid(*[np.asarray(c[:-1], dtype=np.int64) for c in cuts], indexing="ij")
-    sizes = np.meshgrid(*[np.diff(np.asarray(c, dtype=np.int64)) for c in cuts], indexing="ij")
-    return np.stack([s.ravel() for s in starts], axis=1), np.stack([s.ravel() for s in sizes], axis=1)
+    inner = count = math.prod(len(c) - 1 for c in cuts)
+    offsets, shapes = np.empty((count, len(cuts)), dtype=np.int64), np.empty((count, len(cuts)), dtype=np.int64)
+    outer = 1
+    for dim, c in enumerate(cuts if count else ()):  # no array of all dimensions: numpy knows 32 of them, a file may have more
+        edges = np.asarray(c, dtype=np.int64)
+        inner //= len(c) - 1
+        offsets[:, dim] = np.tile(np.repeat(edges[:-1], inner), outer)
+        shapes[:, dim] = np.tile(np.repeat(np.diff(edges), inner), outer)
+        outer *= len(c) - 1
+    return offsets, shapes
 
 
 def cell_box(cuts: Sequence[Sequence[int]], number: int) -> Box:
@@ -360,9 +365,10 @@ def _fault(box: Box, offsets: IntArray, shapes: IntArray) -> TilingFault | None:
 
 def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArray) -> TilingFault | None:
     """Count how many boxes cover each compressed cell with an n-dimensional difference array."""
-    d = len(cuts)
-    lo = np.stack([np.searchsorted(c, offsets[:, i]) for i, c in enumerate(cuts)])
-    hi = np.stack([np.searchsorted(c, ends[:, i]) for i, c in enumerate(cuts)])
+    used = [i for i, c in enumerate(cuts) if len(c) > 2] or [0]
+    d = len(used)
+    lo = np.stack([np.searchsorted(cuts[i], offsets[:, i]) for i in used])
+    hi = np.stack([np.searchsorted(cuts[i], ends[:, i]) for i in used])
     # A difference array: a box adds +1 or −1 at each of its 2^d corners, and a running sum along each dimension turns
     # the corners into the number of boxes over each cell. In one dimension:
     #
@@ -370,8 +376,8 @@ def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArra
     #                                  corners     +1    −1 +1     −1
     #                                  sums         1       1       0     ← covered by none
     #
-    # The cost is corners plus cells, whatever the sizes of the boxes.
-    count = np.zeros([len(c) for c in cuts], dtype=np.int32)
+    # The cost is corners plus cells, whatever the sizes of the boxes. Dimensions that no box cuts have no part in it.
+    count = np.zeros([len(cuts[i]) for i in used], dtype=np.int32)
     for corner in range(1 << d):
         at = tuple(hi[i] if corner >> i & 1 else lo[i] for i in range(d))
         np.add.at(count, at, -1 if corner.bit_count() & 1 else 1)
@@ -381,9 +387,10 @@ def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArra
     bad = np.argwhere(count != 1)
     if len(bad) == 0:
         return None
-    at0 = tuple(int(i) for i in bad[0])
+    first = dict(zip(used, bad[0].tolist(), strict=True))
+    at0 = tuple(first.get(i, 0) for i in range(len(cuts)))
     offset = tuple(int(c[i]) for c, i in zip(cuts, at0, strict=True))
-    return TilingFault(Box(offset, tuple(int(c[i + 1]) - o for c, i, o in zip(cuts, at0, offset, strict=True))), int(count[at0]))
+    return TilingFault(Box(offset, tuple(int(c[i + 1]) - o for c, i, o in zip(cuts, at0, offset, strict=True))), int(count[tuple(bad[0])]))
 
 
 def _split_fault(box: Box, cuts: Sequence[Sequence[int]], offsets: IntArray, shapes: IntArray) -> TilingFault | None:
