@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 from ckpt import settings
 from ckpt.errors import AccessError, CkptError, CorruptError, DeadlineError, FormatError, NotFoundError, RankFailedError, UsageError
@@ -26,7 +27,9 @@ from ckpt.text import parse_json
 from .control import ControlClient, SinkSecret, split_address
 from .holdings import VERSION, Manifest, Version, digest_of_blob
 from .relay import RelayHolders, RelayOffer
-from .segment_reader import SharedChecks
+
+if TYPE_CHECKING:
+    from .segment_reader import SharedChecks
 
 # What the leader of a sink asks the leader of the source, and tells it.
 
