@@ -59,14 +59,15 @@ def compile_share(config: pytest.Config) -> None:
     if all(Path(arg).resolve() != ROOT / "tests" for arg in config.args):
         return
     number, count = int(config.workerinput["workerid"][2:]), config.workerinput["workercount"]
-    rooms = ("ckpt", "formats", "io_backends", "converters", "cli", "benchmarks", "tests")
-    modules = sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
+    folders = ("ckpt", "formats", "io_backends", "converters", "cli", "benchmarks", "tests")
+    modules = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     for path in modules[number::count]:
-        compiled = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
         if not path.match("test_*.py"):
             compileall.compile_file(path, quiet=2)
-        elif not compiled.exists() and rewrite.try_makedirs(compiled.parent):
-            with suppress(SyntaxError):  # which pytest reports when it collects
+            continue
+        with suppress(SyntaxError, AttributeError):  # pytest reports the one when it collects; another pytest may lack names of its own
+            compiled = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+            if not compiled.exists() and rewrite.try_makedirs(compiled.parent):
                 known_by, code = rewrite._rewrite_test(path, config)
                 rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, known_by, compiled)
 

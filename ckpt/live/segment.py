@@ -9,8 +9,9 @@
 
 The memory has no name in any file system: it is gone with its last user, however that ends. When a segment is *sealed*, the kernel lets
 no other process write it or change its size, and whoever serves it reads it through a mapping that is read-only. The mapping that fills it
-stays as it is, for the capture alone: to change the protection of all its pages, twice a version, takes more than half of a copy. Readers
-compare digests, so they notice what it would let through.
+stays as it is, for the capture alone: to change the protection of all its pages, twice a version, takes more than half of a copy. What a
+stray write of the owner changes is noticed by the readers, who compare digests before they copy: each block once, by one of those that
+share a machine.
 
 A segment is filled again when its version is dropped, since fresh memory costs more than the copy into it. So a reader takes a *lease*, a
 shared lock on the file, which the kernel releases when the reader lets go of the memory or dies. The owner renews a segment only if it
@@ -204,8 +205,8 @@ class MemorySegment:
         return memory
 
     def _protect(self, *, writable: bool) -> None:
-        """What this process may do to token and digests, and so to what lies before and behind the boxes in the mapping that fills them: a
-        stray write ends the process."""
+        """Whether this process may write the pages of the token and of the digests. They enclose the boxes, so a write that runs beyond the
+        boxes ends the process."""
         address, digests, size = self._whole.ctypes.data, digests_at(self.capacity) // DATA * DATA, len(self._whole)
         try:
             protect(address, DATA, writable=writable)

@@ -223,7 +223,7 @@ class SharedChecks:
         self._opened: tuple[str, AttachedPool] | None = None
 
     def begin(self, manifest: Manifest) -> list[str]:
-        """Leader: what all ranks of one take are told of it. Empty if there is no memory for it."""
+        """Leader: what the other ranks need for ``open``. Empty if there is no memory for it."""
         size = 8 * sum(_blocks(manifest).values())
         if self._pool is None or self._pool.shape[1] != size:
             self.close()

@@ -229,11 +229,11 @@ class Call:
                 self._report_error(err, decided=False)
             raise
         finally:
+            patience.reset(before)
             # Every rank has come to this call. Where it overlaps none, all have left those before it, whose keys nobody reads any more.
             # This one may still be going on in the background when the next one begins, and fails.
             if self._decided and not self.overlaps:
                 self.group.keys.past = max(self.group.keys.past, int(self.number))
-            patience.reset(before)
 
     def fail(self, phase: str, error: BaseException) -> None:
         """End the call on all ranks with an error of this one, which the caller then raises."""
