@@ -206,7 +206,7 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     from ckpt.formats.native.virtual import MARKS as JOINT_MARKS
 
     if not names:
-        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL")
+        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL; `ckpt ls` shows what is there")
     if CONVERTING in names:
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")

@@ -153,15 +153,18 @@ def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: in
     shapes = [tuple(map(_numbers, match.groups())) for text in texts if (match := _SHAPES.search(text))]
     # One entry for each way out that the API has, and whether the problem at hand has anything to do with it: a hint
     # that lists all of them would be read by nobody.
+    parts = any(
+        ranks > 1 or (len(mine) == len(stored) and all(m and not s % m for m, s in zip(mine, stored, strict=True)))
+        for stored, mine in shapes
+    )
+    others = bool(shapes) and not parts
     ways = {
+        "give the model the stored shapes": others,
         "rename={...} maps names": missing,
-        "only=[...] loads a part": missing or unexpected,
+        "only=[...] loads a part": missing or unexpected or others,
         "strict=False leaves missing and unexpected names alone": missing or unexpected,
         "cast=True converts dtypes": any("(cast=True converts)" in text for text in texts),
-        "layout= says which parts of larger tensors plain ones are (docs/layouts.md)": any(
-            ranks > 1 or (len(mine) == len(stored) and all(m and not s % m for m, s in zip(mine, stored, strict=True)))
-            for stored, mine in shapes
-        ),
+        "layout= says which parts of larger tensors plain ones are (docs/layouts.md)": parts,
         "give the module the stored shape first: module.load_state_dict({name: ckpt.open(url)[path].read(), ...})": any(
             "of its own, which is not called" in text for text in texts
         ),

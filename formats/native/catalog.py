@@ -303,7 +303,7 @@ def _present_record(backend: Backend) -> bytes:
         return data
     if has_orphans(backend):
         raise not_committed(backend.url)
-    raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL")
+    raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL; `ckpt ls` shows what is there")
 
 
 def joint_step(url: str, record: CommitRecord) -> CkptError:

@@ -218,10 +218,11 @@ def test_long_reports_are_cut_and_counted() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "mine", "said"), [(1, 4, True), (1, 3, False), (2, 3, True), (1, 16, False)])
-def test_a_shape_that_may_be_a_part_leads_to_layouts(ranks: int, mine: int, said: bool) -> None:
+def test_a_shape_that_may_be_a_part_leads_to_layouts_and_another_to_the_model(ranks: int, mine: int, said: bool) -> None:
     text = misfit(wanted((mine, 2)), stored((8, 2)), cast=False)
     hint = ways_out(missing=False, unexpected=False, texts=[f"w: {text}"], ranks=ranks)
     assert ("layout=" in hint) is said
+    assert ("give the model the stored shapes; only=[...] loads a part" in hint) is not said
 
 
 # ------------------------------------------------ Names of parameters without their module: which module is meant, or that nobody can know.
