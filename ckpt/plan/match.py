@@ -159,7 +159,7 @@ def ways_out(*, missing: bool, unexpected: bool, texts: Sequence[str], ranks: in
     )
     others = bool(shapes) and not parts
     ways = {
-        "give the model the stored shapes": others,
+        "give the model the stored shapes, which `ckpt inspect` shows": others,
         "rename={...} maps names": missing,
         "only=[...] loads a part": missing or unexpected or others,
         "strict=False leaves missing and unexpected names alone": missing or unexpected,

@@ -222,7 +222,7 @@ def test_a_shape_that_may_be_a_part_leads_to_layouts_and_another_to_the_model(ra
     text = misfit(wanted((mine, 2)), stored((8, 2)), cast=False)
     hint = ways_out(missing=False, unexpected=False, texts=[f"w: {text}"], ranks=ranks)
     assert ("layout=" in hint) is said
-    assert ("give the model the stored shapes; only=[...] loads a part" in hint) is not said
+    assert ("give the model the stored shapes, which `ckpt inspect` shows; only=[...] loads a part" in hint) is not said
 
 
 # ------------------------------------------------ Names of parameters without their module: which module is meant, or that nobody can know.
