@@ -1,7 +1,7 @@
 """Loaded by accelerate's own checkpoint tests: every accelerator is given to ``ckpt.integrations.accelerate.use``.
 
 The tests look at the directory as soon as ``save_state`` returns, so the save is waited for, and remove it as soon as they have loaded, so
-no log is kept beside it. ``PEERS_MODE=off`` changes nothing.
+the suite sets ``CKPT_RUN_LOG=off``: the log beside it is written later. ``PEERS_MODE=off`` changes nothing.
 """
 
 from __future__ import annotations

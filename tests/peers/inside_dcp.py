@@ -1,7 +1,8 @@
 """Loaded by each file of PyTorch's own checkpoint tests: they run on CPUs, and save and load through ckpt.
 
-``PEERS_MODE``: ``storage`` puts our Writer and Reader in the place of DCP's, ``native`` ckpt.save and ckpt.load in that of dcp.save and
-dcp.load, ``reader`` reads with our Reader what DCP's own Writer wrote; ``off`` changes nothing, to see what fails without us.
+``PEERS_MODE``: ``storage`` puts our CkptWriter and CkptReader in the place of DCP's, ``native`` ckpt.save and ckpt.load in that of
+dcp.save and dcp.load, ``reader`` reads with our CkptReader what DCP's own Writer wrote; ``off`` changes nothing, to see what fails
+without us.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class PathWriter(ours.CkptWriter):
         super().__init__(path, **options)
 
 
-class PathReader(ours.Reader):
+class PathReader(ours.CkptReader):
     def __init__(self, path: Any, **options: Any) -> None:
         super().__init__(os.fspath(path), **options)
 

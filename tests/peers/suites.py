@@ -161,5 +161,6 @@ SUITES = {
         inside="tests.peers.inside_accelerate",
         mode="save_state",
         packages=("parameterized",),
+        environment={"CKPT_RUN_LOG": "off"},
     ),
 }
