@@ -129,8 +129,8 @@ def _widened(part: Numbers | torch.Tensor, into: Numbers) -> Numbers:
         _cast(part, torch.from_numpy(into))
     elif part.dtype == into.dtype:
         return part
-    else:  # bfloat16 is the upper half of a float32; shifting is faster than torch's cast
-        np.left_shift(part, np.uint32(16), out=into.view(np.uint32))
+    else:  # bfloat16 is the upper half of a float32; shifting is faster than torch's cast. NumPy 1 would shift 16 bits without ``dtype``.
+        np.left_shift(part, 16, out=into.view(np.uint32), dtype=np.uint32)
     return into
 
 
