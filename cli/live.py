@@ -196,7 +196,7 @@ def live() -> None:
 def status(address: str, *, timeout: float, output: Output) -> None:
     """Show the versions that the source at ADDRESS keeps, and for each sink its version, where it came from, and whether it is late.
 
-    CKPT_LIVE_SECRET is the source's secret. The account of the source needs none on the machine of the source's leader. -q prints the step
+    Set CKPT_LIVE_SECRET to the source's secret. It is not needed in the source's account on the machine of its leader. -q prints the step
     of the newest version.
 
     \b

@@ -82,13 +82,13 @@ class WeightedSum:
         total, term = torch.empty(2, min(_BLOCK, len(result)), dtype=wide).numpy()
         factors = [term.dtype.type(weight) for weight in self.weights]
         numbers, bits = [_numbers(x, wide) for x in flat], _bits(result)  # arrays: cutting a tensor takes ten times as long
-        whole = result.numpy() if out.dtype == wide else None
+        summed = result.numpy() if out.dtype == wide else None
         with np.errstate(all="ignore"):  # what is not finite is looked for below
             for start in range(0, len(result), _BLOCK):
                 at = slice(start, min(start + _BLOCK, len(result)))
-                acc = total[: at.stop - start] if whole is None else whole[at]
+                acc = total[: at.stop - start] if summed is None else summed[at]
                 _add_up([x[at] for x in numbers], factors, acc, term[: len(acc)])
-                if whole is None:
+                if summed is None:
                     _cast(torch.from_numpy(acc), result[at])
                 if not self.allow_nan and not _is_finite(result, bits, acc, at):
                     self._refuse(name, box, start, [x[at] for x in flat], result[at])
@@ -129,8 +129,8 @@ def _widened(part: Numbers | torch.Tensor, into: Numbers) -> Numbers:
         _cast(part, torch.from_numpy(into))
     elif part.dtype == into.dtype:
         return part
-    else:  # bfloat16 is the upper half of a float32; shifting is faster than torch's cast
-        np.left_shift(part, np.uint32(16), out=into.view(np.uint32))
+    else:  # bfloat16 is the upper half of a float32; shifting is faster than torch's cast. NumPy 1 would shift 16 bits without ``dtype``.
+        np.left_shift(part, 16, out=into.view(np.uint32), dtype=np.uint32)
     return into
 
 

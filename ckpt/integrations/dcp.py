@@ -383,10 +383,10 @@ def _whole(plans: list[SavePlan]) -> list[SavePlan]:
     if all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 has no such plans
         return plans
     planners: Iterator[Any] = (frame.f_locals.get("planner") for frame, _ in walk_stack(None))
-    whole: list[SavePlan] | None = next((planner.global_plan for planner in planners if hasattr(planner, "global_plan")), None)
-    if whole is None or len(whole) != len(plans) or not all(p is q or not p.usable for p, q in zip(plans, whole, strict=True)):
+    combined: list[SavePlan] | None = next((planner.global_plan for planner in planners if hasattr(planner, "global_plan")), None)
+    if combined is None or len(combined) != len(plans) or not all(p is q or not p.usable for p, q in zip(plans, combined, strict=True)):
         raise UsageError("the planner gives parts of its plan and keeps the rest", hint="enable_plan_caching=False")
-    return whole
+    return combined
 
 
 def _assigned_boxes(items: Sequence[WriteItem], position: int) -> Iterable[AssignedBox]:

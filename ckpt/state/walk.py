@@ -6,13 +6,10 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckpt.errors import MismatchError, StateError
 from ckpt.plan.tree import SCALARS, Node, join
-
-if TYPE_CHECKING:
-    pass
 
 _CONTAINERS = (dict, list, tuple)
 
