@@ -378,18 +378,22 @@ class _Decoder:
             raise _malformed(tag, path)
         if tag == "$map":
             return self.map(payload, path)
-        items = self.items(payload, path)
-        if tag == "$complex":
-            parts = [x for x in items if isinstance(x, (int, float)) and not isinstance(x, bool)]
-            if len(items) != 2 or len(parts) != 2:
-                raise _malformed(tag, path)
-            return complex(*parts)
+        items: list[Any] = self.items(payload, path)
         if tag == "$tuple":
             return tuple(items)
         try:
-            return set(items) if tag == "$set" else frozenset(items)
-        except TypeError as e:
+            if tag == "$complex":
+                real, imaginary = (x for x in items if type(x) in (int, float))  # no bool, and no number of numpy
+                elements: complex | set[object] | frozenset[object] = complex(real, imaginary)
+                count = 2
+            else:
+                elements = set(items) if tag == "$set" else frozenset(items)
+                count = len(elements)
+        except (TypeError, ValueError, OverflowError) as e:
             raise _malformed(tag, path) from e
+        if len(items) != count:  # equal elements of a set, or something beside a complex number's two
+            raise _malformed(tag, path)
+        return elements
 
     def map(self, payload: list[Any], path: str) -> dict[object, object]:
         entries: dict[object, object] = {}
@@ -418,7 +422,10 @@ def _malformed(tag: str, path: str) -> FormatError:
 
 
 def _read_bytes(payload: Any) -> bytes:
-    return base64.b64decode(payload, validate=True)
+    raw = base64.b64decode(payload, validate=True)
+    if len(payload) != 4 * -(-len(raw) // 3):  # Python passes over padding beyond what is needed
+        raise ValueError("padding")
+    return raw
 
 
 def _read_array(payload: Any) -> Any:
@@ -512,7 +519,7 @@ class _Checker(_Decoder):
         if read is None:
             return super().typed(tag, payload, path)
         try:
-            return tag, read(payload)
+            return read(payload) if tag == "$size" else (tag, read(payload))  # it equals a tuple of its elements
         except (TypeError, ValueError) as e:
             raise _malformed(tag, path) from e
 

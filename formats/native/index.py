@@ -348,7 +348,7 @@ class _GridTable:
 def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, Any]]]:
     try:
         document = parse_json(data, finite=True)
-        ranks: dict[int, Mapping[str, Any]] = {number_of(r): dict(v) for r, v in document["ranks"].items()}
+        ranks: dict[int, Mapping[str, Any]] = {number_of(r): dict(v.items()) for r, v in document["ranks"].items()}
         problem = _state_problem(document["state"], ranks)
     except MemoryError as err:
         raise too_little_memory(len(data), where) from err

@@ -360,9 +360,8 @@ def _tensor_problem(t: TensorEntry, by_name: Mapping[str, TensorEntry]) -> str |
 def _alias_problem(t: TensorEntry, target: TensorEntry | None) -> str | None:
     if target is None or target.alias is not None:
         return f"it is an alias of {t.alias!r}, which is not a stored tensor"
-    if (t.dtype, t.shape) != (target.dtype, target.shape):
-        return f"it is {t.dtype.name} {t.shape}, but the tensor {t.alias!r} that it is an alias of is {target.dtype.name} {target.shape}"
-    return None
+    one, other = ((x.dtype.name, x.shape, x.logical, x.rank) for x in (t, target))
+    return None if one == other else f"it is {one}, but the tensor {t.alias!r} that it is an alias of is {other}"
 
 
 def grid_problem(grid: Grid, shape: tuple[int, ...], files: int) -> str | None:
@@ -432,7 +431,7 @@ def node_problem(root: Any, references: Set[str] = REFERENCES) -> str | None:
             if depth > MAX_DEPTH:
                 return f"nodes are nested more than {MAX_DEPTH} deep"
             below = _below(node)
-            if below is None or tag_of(node) in REFERENCES - allowed:
+            if below is None or tag_of(node) in REFERENCES - allowed or (not allowed and "$bytesio" in node):
                 return f"a node with the keys {list(node)[:3]} is malformed, or not allowed where it is"
             tensors = "$tensor" in allowed and depth < MAX_DEPTH
             inside = [n for n in below[0] if type(n) not in _SIMPLE and not (type(n) is float and isfinite(n))]
@@ -494,7 +493,9 @@ def _is_inline(payload: Any) -> bool:
     dtype, shape, data = payload
     if not isinstance(dtype, str) or dtype not in DTYPES or not isinstance(shape, list) or not isinstance(data, str):
         return False
-    if not all(type(n) is int and 0 <= n <= 64 for n in shape):
+    if not all(type(n) is int and n >= 0 for n in shape) or math.prod(shape) > 64:
+        return False
+    if math.prod(max(n, 1) for n in shape) * DTYPES[dtype].itemsize > _MAX_BYTES:
         return False
     try:
         size = len(b64decode(data, validate=True))

@@ -348,7 +348,7 @@ def test_a_learning_rate_that_was_a_tensor_becomes_one(url: str) -> None:
 
 def test_options_may_be_small_tensors_of_any_stride_but_not_large_ones(url: str) -> None:
     net = nn.Linear(1, 1)
-    small = {"lr": 0.1, "one": torch.arange(10.0)[::5][:1], "t": torch.arange(6.0).reshape(2, 3).t(), "none": torch.empty(0, 2)}
+    small = {"lr": 0.1, "one": torch.arange(10.0)[::5][:1], "t": torch.arange(6.0).reshape(2, 3).t(), "none": torch.empty(0, 200)}
     optimizer = torch.optim.Optimizer(net.parameters(), small)
     save(url, {"m": net, "o": optimizer})
     late = torch.optim.Optimizer(net.parameters(), {"lr": 5.0})

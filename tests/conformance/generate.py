@@ -408,6 +408,9 @@ def accepted() -> dict[str, Checkpoint]:
         "list": [{**described, "context": {"object": "some.Enum.MEMBER"}, "tensors": {"q": {"$tensor": "list.0#q"}}}],
     }
     more = {"x-unknown": {"ignored": [1]}, "metrics": {"loss": 2.5, "worst": "nan", "best": "-inf"}, "tags": ["kept", "naïve"]}
+    more |= {"inline": {"state.json": _b64(b"{}")}, "branches": [{"id": "0conformance0000", "after": 3}]}
+    taken = [Tensor(name="rows", dtype="float32", shape=(5, 4), parts=[(box, file + 1) for box, file in halves], cuts=[[0, 3, 5], [0, 4]])]
+    taken += [Tensor(name="own", dtype="int8", shape=(3,))]
 
     def named(tensors: list[Tensor]) -> dict[str, Any]:
         return {t.name: {"$tensor": t.name} for t in tensors if t.rank is None and not t.name.startswith("$")}
@@ -425,6 +428,7 @@ def accepted() -> dict[str, Checkpoint]:
         "wrappers": Checkpoint(tensors=made, state=wrappers),
         "members": Checkpoint(record=more, world_size=16384),
         "empty": Checkpoint(world_size=1, files=[]),
+        "references": _referring("accept/grids", Checkpoint(tensors=taken, state=named(taken), world_size=1)),
         "ranks": Checkpoint(
             tensors=own,
             state={"w": {"$tensor": "w"}, "rng": {"$per_rank": True}},
@@ -438,6 +442,29 @@ def accepted() -> dict[str, Checkpoint]:
             apart=lambda rows: None,
         ),
     }
+
+
+def _referring(owner: str, c: Checkpoint, *, features: tuple[str, ...] = ("references",), path: str = "../{0.name}/data/{1}") -> Checkpoint:
+    """The same, with two more rows of files.arrow: the first data file of each rank of ``owner``, which is written already."""
+
+    def tables(tables: dict[str, dict[str, list[Any]]]) -> None:
+        for rank in range(2):
+            file = HERE / owner / "data" / f"0conformance0001-{rank:05d}.safetensors"
+            raw, rows = file.read_bytes(), tables["files"]
+            header = 8 + int.from_bytes(raw[:8], "little")
+            row = {"path": path.format(HERE / owner, file.name), "size": len(raw), "header": header, "rank": rank}
+            for column, value in (row | {"digest": xxh3_128_hexdigest(raw[:header])}).items():
+                rows[column].append(value)
+
+    c.id, c.tables, c.record = "0conformance0006", tables, {"features": list(features), "reusable": True}
+    return c
+
+
+def _refers(**how: Any) -> Checkpoint:
+    """One tensor that lies in a refused case whose files are right."""
+    halves: list[tuple[Box, int]] = [(((0, 2), (0, 3)), 1), (((2, 4), (0, 3)), 2)]
+    w = Tensor(name="w", dtype="float32", shape=(4, 3), parts=halves, cuts=[[0, 2, 4], [0, 3]])
+    return _referring("refuse/record-version", Checkpoint(tensors=[w], state={"w": {"$tensor": "w"}}, world_size=1), **how)
 
 
 def _difference(name: str, values: np.ndarray[Any, Any], codec: str | None, cuts: list[list[int]] | None = None) -> Tensor:
@@ -643,6 +670,8 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "alias-of-nothing": ("4", "an alias of no tensor", _with(tables=_cell("tensors", "alias", 2, "b"))),
         "alias-of-alias": ("4", "an alias of itself", _with(tables=_cell("tensors", "alias", 2, "tied"))),
         "alias-shape": ("4", "an alias of another shape", _with(tables=_cell("tensors", "shape", 2, [1]))),
+        "alias-logical": ("4", "an alias without the padding of its target", _with(tables=_cell("tensors", "logical", 0, [1]))),
+        "alias-rank": ("4", "an alias of a tensor of one rank that is the job's", _with(tables=_cell("tensors", "rank", 0, 1))),
         "alias-with-grid": ("4", "an alias with a grid", _with(tables=_cell("tensors", "grid", 2, 0))),
         "grid-hole": ("5", "boxes that leave a hole and overlap", _with(tables=_boxes([0, 0, 2, 3, 1, 0, 2, 3]))),
         "grid-too-small": ("5", "boxes that do not cover the tensor", _with(tables=_boxes([0, 0, 2, 3, 2, 0, 1, 3]))),
@@ -666,11 +695,17 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "state-map-pair": ("8", "a pair of $map with three members", _state({"$map": [[1, 2, 3]]})),
         "state-map-twice": ("8", "a key twice in $map", _state({"$map": [[1, 2], [1, 3]]})),
         "state-map-equal": ("8", "keys of $map that are equal: 1 and true", _state({"$map": [[1, 2], [True, 3]]})),
+        "state-map-size": ("8", "a $size and a $tuple that are equal", _state({"$map": [[{"$size": [1]}, 2], [{"$tuple": [1.0]}, 3]]})),
         "state-map-list": ("8", "a key of $map that is a list", _state({"$map": [[[1], 2]]})),
+        "state-map-bytesio": ("8", "a key of $map that is a $bytesio", _state({"$map": [[{"$bytesio": ""}, 1]]})),
+        "state-set-twice": ("8", "elements of $set that are equal: 1 and true", _state({"$set": [1, True]})),
         "state-set-mapping": ("8", "a mapping in a set", _state({"$set": [{"a": 1}]})),
         "state-complex-bool": ("8", "a $complex of true", _state({"$complex": [True, 2]})),
+        "state-complex-scalar": ("8", "a $complex of a numpy scalar", _state({"$complex": [{"$scalar": ["float64", _b64(bytes(8))]}, 2]})),
         "state-float": ("8", "a $float that is a number", _state({"$float": "1.0"})),
         "state-bytes": ("8", "bytes that are no base64", _state({"$bytes": "*"})),
+        "state-bytes-padding": ("8", "base64 with more padding than it needs", _state({"$bytes": "YWJj===="})),
+        "state-inline-large": ("8", "an inline tensor of 72 elements", _state({"$inline": ["int8", [8, 9], _b64(bytes(72))]})),
         "state-array-size": ("8", "an array with too few bytes", _state({"$array": ["int16", [3], _b64(b"1234")]})),
         "state-array-dtype": ("8", "an array of bfloat16, which numpy lacks", _state({"$array": ["bfloat16", [1], _b64(b"12")]})),
         "state-inline-size": ("8", "an inline tensor with too many bytes", _state({"$inline": ["float32", [1], _b64(b"12345678")]})),
@@ -681,7 +716,7 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "state-nan": ("8", "NaN, which is not JSON", _state(float("nan"))),
         "ranks-and-extents": ("12", "ranks and extents at once", _with(record={"features": ["ranks", "extents"]})),
         "ranks-digest": ("12", "a row of another digest", _ranks(tables=_cell("ranks", "digest", 1, 7))),
-        "ranks-length": ("12", "rows that end before the file", _ranks(tables=_cell("ranks", "length", 1, 30))),
+        "ranks-length": ("12", "rows that end before the file", _ranks(index=_more_rows)),
         "ranks-decrease": ("12", "ranks that decrease", _ranks(tables=_cell("ranks", "rank", 1, 0))),
         "ranks-name-twice": (
             "12",
@@ -700,6 +735,9 @@ def refused() -> dict[str, tuple[str, str, Checkpoint]]:
         "coded-kind": ("10", "a plane of kind 3", _coded(lambda raw: raw[:8] + b"\3" + raw[9:])),
         "coded-lengths": ("10", "a byte after the last plane", _coded(lambda raw: raw + b"\0")),
         "coded-truncated": ("10", "the last byte is missing", _coded(lambda raw: raw[:-1])),
+        "references-feature": ("14", "a reference without the feature", _refers(features=())),
+        "references-upwards": ("14", "a reference to a directory that is not beside", _refers(path="../../refuse/{0.name}/data/{1}")),
+        "references-directory": ("14", "a reference to no file of a checkpoint's data", _refers(path="../{0.name}/./data/{1}")),
         "anchors-none": ("15", "a difference without an anchor", _anchored(tables=_cell("grids", "anchors", 0, [-1]))),
         "anchors-file": ("15", "a file that does not have the anchor", _anchored(tables=_cell("grids", "anchors", 0, [0]))),
         "anchors-count": ("15", "anchors of more chunks than there are", _anchored(tables=_cell("grids", "anchors", 0, [1, 1]))),
@@ -742,6 +780,10 @@ def _write_joint(run: Path) -> dict[str, Any]:
 
 def _upwards(index: dict[str, bytes]) -> None:
     """Done after writing: see ``_spoil``."""
+
+
+def _more_rows(index: dict[str, bytes]) -> None:
+    index["ranks.jsonl"] += b"\n"
 
 
 def _boxes(flat: list[int]) -> Callable[[Tables], None]:

@@ -81,8 +81,9 @@ def _read(root: Path) -> tuple[dict[str, Any], Any]:
     ours = [*rows, *(file for file, mine in zip(files, own, strict=True) if mine)]
     assert all(0 <= (r["rank"] or 0) < record["world_size"] for r in ours), "a rank is not below world_size"
     aliases = {r["name"]: tensors[r["alias"]] for r in rows if r["alias"] is not None}  # KeyError: an alias of an alias, or of nothing
-    said = {r["name"]: (r["dtype"], tuple(r["shape"])) for r in rows if r["name"] in aliases and r["grid"] == -1}
-    assert said == {name: target[:2] for name, target in aliases.items()}, "an alias with a grid, or of another dtype or shape"
+    by_name = {r["name"]: {c: r[c] for c in ("dtype", "shape", "logical", "rank")} for r in rows}
+    alike = [r["grid"] == -1 and by_name[r["name"]] == by_name[r["alias"]] for r in rows if r["name"] in aliases]
+    assert all(alike), "an alias with a grid, or of another dtype, shape, padding or rank"
     state = _json(index["state.json"])
     assert state.keys() == {"state", "ranks"} and all(0 <= int(r) < record["world_size"] for r in state["ranks"]), "state.json: members"
     return tensors | aliases, state

@@ -70,7 +70,7 @@ def test_columns():
             tensor("z", (3, 4), grid=shared, logical=(2, 4)),
             tensor("a", (), dtype=DTYPES["int64"], grid=grid((), (1,)), rank=3),
             tensor("é", (3, 4), grid=grid(((0, 1, 3), (0, 4)), (0, 1))),
-            tensor("tied", (3, 4), grid=shared, alias="z"),
+            tensor("tied", (3, 4), grid=shared, logical=(2, 4), alias="z"),
             tensor("odd", (2, 2), grid=grid(boxes=([[0, 0], [0, 1], [1, 1]], [[2, 1], [1, 1], [1, 1]]), of=(1, 1, 1))),
         ),
         files=files(2),
@@ -83,7 +83,7 @@ def test_columns():
     assert rows(made["tensors.arrow"]) == [
         common | {"name": "a", "dtype": "int64", "shape": [], "grid": 0, "rank": 3},
         common | {"name": "odd", "shape": [2, 2], "grid": 1},
-        common | {"name": "tied", "shape": [3, 4], "grid": -1, "alias": "z"},
+        common | {"name": "tied", "shape": [3, 4], "logical": [2, 4], "grid": -1, "alias": "z"},
         common | {"name": "z", "shape": [3, 4], "logical": [2, 4], "grid": 2},
         common | {"name": "é", "shape": [3, 4], "grid": 2},
     ]
@@ -154,7 +154,7 @@ def contents(draw):
             entry = replace(entry, alias=draw(st.sampled_from(stored)).name)
         tensors.append(replace(entry, dtype=draw(st.sampled_from(sorted(DTYPES.values(), key=str)))) if not stored else entry)
     by_name = {t.name: t for t in tensors}
-    tensors = [t if t.alias is None else replace(t, dtype=by_name[t.alias].dtype) for t in tensors]
+    tensors = [replace(by_name[t.alias], name=t.name, alias=t.alias) if t.alias is not None else t for t in tensors]
     state = draw(
         st.recursive(st.none() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists, max_leaves=4)
     )
@@ -243,6 +243,7 @@ WRONG = [
     ((tensor(), tensor("a", alias="w"), tensor("b", alias="a")), "not a stored tensor"),
     ((tensor(), tensor("a", (3,), alias="w")), "alias"),
     ((tensor(), tensor("a", alias="w", dtype=DTYPES["float16"])), "float16"),
+    ((tensor(), tensor("a", alias="w", rank=1)), "alias"),
 ]
 
 
