@@ -121,6 +121,20 @@ class PieceClient:
     def close(self) -> None:
         self._channel.close()
 
+    def is_open(self) -> bool:
+        """Whether the holder is there, as far as can be seen."""
+        return self._channel.is_open()
+
+    def begin(self, holder: Holder, timeout: float, alive: Callable[[], None], spans: Spans | None) -> None:
+        """A connection that was kept serves another transfer."""
+        self.holder, self._channel.timeout, self._channel.alive = holder, timeout, alive
+        self._spans = Spans(on=False) if spans is None else spans
+        self.transferred, self.dense = 0, Counter()
+
+    def rest(self) -> None:
+        """Keep nothing of the transfer that is over."""
+        self.begin(self.holder, self._channel.timeout, lambda: None, None)
+
     def pull(self, version: str, requests: RequestList, place: Place, base: PieceBase | None = None) -> None:
         """Take all pieces of a list: ``place`` gets the number and the bytes of each, which it must not keep if they are not in a ``room``.
         With a ``base`` the holder may send what changed since. Where the base turns out not to be that version any more, the piece itself
@@ -324,6 +338,8 @@ class PiecePull:
     """Gives memory for so many bytes of a piece, which whoever places it may keep."""
     spans: Spans | None = None
     """Get a ``pull`` for each connection to a holder, and within it a ``verify`` for each piece."""
+    kept: dict[int, PieceClient] | None = None
+    """Connections by holder that outlive a transfer which ended well."""
 
     def run(self, plan: TransferPlan, holders: Mapping[int, Holder], place: PlaceBoxes) -> Pulled:
         """Take every share of a plan."""
@@ -368,17 +384,27 @@ class _Transfer:
             if giver.witness is not None:
                 digests += self._digests_by(giver.witness, share.requests)
             began = time.perf_counter()
-            client = self._client(giver, shared=pull.shared, room=pull.room, spans=pull.spans)
+            client = pull.kept.pop(holder, None) if pull.kept is not None else None
+            if client is not None and client.holder.addresses == giver.addresses and client.is_open():
+                client.begin(giver, pull.timeout, self._check_going, pull.spans)
+            else:
+                if client is not None:
+                    client.close()
+                client = self._client(giver, shared=pull.shared, room=pull.room, spans=pull.spans)
+            whole = False
             try:
                 base = None if pull.base is None or giver.relay else pull.base.of(share)
                 client.pull(giver.version or pull.version, share.requests, placed, base)
+                whole = True
             finally:
                 with self._lock:
                     self.pulled.transferred += client.transferred
                     self.pulled.dense += client.dense
                 if pull.spans is not None:
                     pull.spans.add("pull", began, time.perf_counter(), client.transferred)
-                client.close()
+                client.rest()
+                if not whole or pull.kept is None or pull.kept.setdefault(holder, client) is not client:
+                    client.close()
         except REPLACED as err:
             with self._lock:
                 self.pulled.lost[holder] = err

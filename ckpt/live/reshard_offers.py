@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import secrets
-import socket
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -25,14 +24,14 @@ import torch
 import xxhash
 
 from ckpt import units
+from ckpt.concurrency import when_dropped
 from ckpt.engine.devices import settle_devices
 from ckpt.engine.load.fill import LoadJob
 from ckpt.engine.save.capture import sample_of
 from ckpt.engine.save.replicas import Replicas, compare_replicas
-from ckpt.errors import ConsistencyError, UsageError
+from ckpt.errors import ConsistencyError, NotFoundError, UsageError
 from ckpt.net.call import Call, grouped, grouped_parts
 from ckpt.net.channel import Row
-from ckpt.net.endpoints import close_when_forked, listen
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
 from ckpt.net.shared_memory import machine
@@ -50,7 +49,7 @@ from ckpt.text import number_of, parse_json
 
 from .filling import PlanCache, check_not_freed
 from .holdings import BoxMemory, Check, Holdings, LiveCatalog, TensorParts, own_blob
-from .pull import Holder
+from .pull import Holder, PieceClient
 from .server import PieceServer
 
 if TYPE_CHECKING:
@@ -142,8 +141,8 @@ class ReshardCache:
     old_tables: OldTables | None = None
 
 
-def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
-    """Which ranks have what. Collective. ``options``: what all must have asked for alike."""
+def meet(call: Call, options: str, secret: str, *, has_old: bool, has_new: bool) -> Meeting:
+    """Which ranks have what. Collective. ``options``: what all must have asked for alike; ``secret``: the leader's becomes that of all."""
     ranks = call.group.ranks
 
     def lead(rows: dict[int, Row]) -> Row:
@@ -157,7 +156,7 @@ def meet(call: Call, options: str, *, has_old: bool, has_new: bool) -> Meeting:
             "old": runs_of(old),
             "new": runs_of(rank for rank in ranks if rows[rank]["new"]),
             "machines": machines.spell([rows[rank]["machine"] for rank in ranks]),
-            "secret": secrets.token_hex(32),
+            "secret": secret,
         }
 
     agreed: Row = call.map_reduce("meet", lambda: {"old": has_old, "new": has_new, "machine": machine(), "options": options}, lead)
@@ -285,19 +284,41 @@ class ReshardRanks:
 
     group: Group
     cache: ReshardCache = field(default_factory=ReshardCache)
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    """Of the leader: what the ranks prove to each other that they know."""
+    served: dict[str, Holdings] = field(default_factory=dict)
+    """What the server gives, while a reshard goes on."""
+    clients: dict[int, PieceClient] = field(default_factory=dict)
+    """Connections to other ranks, and their shared memory: the next reshard needs neither a handshake nor new pages."""
+    _server: PieceServer | None = None
+    _serves: tuple[bytes, float] = b"", 0.0
+    _close: Callable[[], object] = lambda: None
     _connected: bool = False
-    _ports: list[socket.socket] = field(default_factory=list)
 
-    def ports(self) -> list[socket.socket]:
-        """Where this rank serves, for one reshard: the addresses are those of the reshard before, so the others know them."""
-        if not self._ports:
-            self._ports = listen(self.group.store.host if self.group.store is not None else None)
-            for port in self._ports:
-                finalize(self, port.close)
-        ports = [port.dup() for port in self._ports]
-        for port in ports:
-            close_when_forked(port)
-        return ports
+    def __post_init__(self) -> None:
+        when_dropped(self, _close_clients, self.clients)
+
+    def server(self, secret: bytes, timeout: float) -> PieceServer:
+        """What gives this rank's part: that of the last reshard, unless this one has another secret or timeout, or this is a fork."""
+        if self._server is None or self._serves != (secret, timeout) or not self._server.is_alive():
+            self.disconnect()
+            served = self.served  # not this object, which the threads of the server would keep for ever
+
+            def holdings(version: str) -> Holdings:
+                if version not in served:
+                    raise NotFoundError(f"there is no {version} here")
+                return served[version]
+
+            store = self.group.store.host if self.group.store is not None else None
+            self._server, self._serves = PieceServer(holdings, secret, timeout, store=store), (secret, timeout)
+            self._close = when_dropped(self, self._server.close)
+        return self._server
+
+    def disconnect(self) -> None:
+        """After a failure: nobody reads the old state any more, and the next reshard begins anew."""
+        _close_clients(self.clients)
+        self._close()
+        self._server = None
 
     def connect(self, call: Call) -> None:
         """In their first call the ranks connect to each other: who dies in this one or a later one is named at once. The connections end
@@ -308,6 +329,11 @@ class ReshardRanks:
         self.group.connect(call, lambda rank: None)
         if self.group.links is not None:
             finalize(self.group, self.group.links.close)
+
+
+def _close_clients(clients: dict[int, PieceClient]) -> None:
+    while clients:
+        clients.popitem()[1].close()
 
 
 def reshard_ranks(base: Group) -> ReshardRanks:

@@ -10,7 +10,7 @@ The old state is a catalog whose chunks lie in memory, so a reshard is a load fr
 and pull (``ckpt.plan.transfers``); nobody gathers a tensor, and no byte goes to a rank that does not want it.
 
 Invariants: nothing in a new state changes before every rank knows that everything fits. The old state is only read. Beside the states a
-rank has the slots of its server and a piece for each thread that pulls.
+rank has the slots of its server, which stays for the next reshard, as the connections do: until the process group ends, or one fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from ckpt.converters.mapping.convention import Translation, check_translation
 from ckpt.converters.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, LoadOptions, Matched, accept, fill, match, nothing, set_all, verdict_of
 from ckpt.engine.save.job import wait_for_pending_save
-from ckpt.errors import CkptError, MismatchError, NotFoundError, RankFailedError
+from ckpt.errors import CkptError, MismatchError, RankFailedError
 from ckpt.net.channel import Row
 from ckpt.net.group import Job, group_of
 from ckpt.plan.layout.layout import check_layout
@@ -43,10 +43,8 @@ from ckpt.telemetry.progress import ProgressCallback, callback_of
 from ckpt.telemetry.spans import Spans
 
 from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, worded
-from .holdings import Holdings
 from .pull import PiecePull, Pulled
 from .reshard_offers import Meeting, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
-from .server import PieceServer
 
 if TYPE_CHECKING:
     from ckpt.plan.layout.layout import Layout
@@ -212,38 +210,35 @@ class _Reshard:
     ranks: ReshardRanks
     views: Views | None
     version: str
-    served: dict[str, Holdings] = field(default_factory=dict)
-    """What the server gives, once the numbers of the tensors are known."""
 
     def run(
         self, old: Mapping[str, Any] | None, layout: Layout | None, new: Mapping[str, Any] | None, asked: str, *, check_replicas: bool
     ) -> tuple[Matched, Meeting, dict[int, Traffic]]:
         call, ranks = self.job.call, self.ranks
-        meeting = meet(call, asked, has_old=bool(old), has_new=bool(new))
-        server = None
+        meeting = meet(call, asked, ranks.secret, has_old=bool(old), has_new=bool(new))
+        server, served = None, False
         if old and ranks.group.size > 1:
             try:
-                server = PieceServer(self._holdings, meeting.secret, call.timeout, ports=ranks.ports())
+                server = ranks.server(meeting.secret, call.timeout)
             except BaseException as err:  # the other ranks wait for what this one offers
                 call.fail("offer", err)
                 raise
+        before = 0 if server is None else server.bytes_sent
         try:
             offered = offer(self.job, meeting, old or {}, layout, server, ranks.cache, check_replicas=check_replicas)
             numbers = offered.catalog.numbers
-            self.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
+            ranks.served[self.version] = holdings_of({numbers[name]: tensor for name, tensor in offered.local.items()})
             matched, plan = self.fit(offered, new or {})
             setters, copied, pulled = self.move(matched, plan, offered)
-            sent = 0 if server is None else server.bytes_sent
+            ranks.served.clear()
+            served = server is None or server.rest()
+            sent = 0 if server is None else server.bytes_sent - before
             row = [plan.transfers.needed, sent, copied, sum(pulled.received.values())]
             return matched, meeting, self.set_values(matched, offered, setters, row)
         finally:
-            if server is not None:
-                server.close()
-
-    def _holdings(self, version: str) -> Holdings:
-        if version not in self.served:
-            raise NotFoundError(f"there is no {version} here")
-        return self.served[version]
+            ranks.served.clear()
+            if not served:
+                ranks.disconnect()
 
     # ---- fit: all problems of all ranks, before anything changes
 
@@ -296,6 +291,7 @@ class _Reshard:
             threads=options.threads,
             alive=call.check_failures,
             spans=options.spans,
+            kept=self.ranks.clients,
         )
         filling = Filling(plan)
         pulled = Pulled()

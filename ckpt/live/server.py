@@ -8,16 +8,15 @@ few of them at a time, so one that hangs leaves the others theirs; at the deadli
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import xxhash
 
 from ckpt.errors import CkptError, DeadlineError, FormatError, NotFoundError
-from ckpt.net.connections import ConnectionServer
+from ckpt.net.connections import PATIENCE, ConnectionServer
 from ckpt.net.endpoints import listen, network
 from ckpt.net.shared_memory import ANNOUNCEMENT_BYTES, PAUSE, SlotPool, machine
 from ckpt.net.streams import ALIVE, IN_STREAM, RECORD
@@ -70,22 +69,22 @@ class PieceServer:
         timeout: float,
         *,
         store: str | None = None,
-        ports: Sequence[socket.socket] = (),
         delta: bool = False,
     ) -> None:
-        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``ports``: where it listens, if
-        not at new ports; it closes them. ``delta``: who has a version that is still here, and lies on another machine, gets what changed
-        since."""
+        """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``delta``: who has
+        a version that is still here, and lies on another machine, gets what changed since."""
         self._holdings = holdings
         self._pool = SlotPool(SLOTS, MOST_PIECE, 1, shared=True, timeout=timeout)
         self._lists = _Lists()
         self._comparer = PieceComparer() if delta else None
         self._digests = BoxDigests()
         self._lock = threading.Lock()
+        self._rests = threading.Condition(self._lock)
         self._sent = 0
         self._serving = 0
+        """Pulls that go on."""
         self.network = network()
-        ports = ports or listen(store)
+        ports = listen(store)
         self.addresses: list[tuple[str, int]] = [port.getsockname()[:2] for port in ports]
         self._connections = ConnectionServer(ports, secret, timeout, purpose=PURPOSE, name="ckpt-serve", serve=self.serve)
 
@@ -93,6 +92,15 @@ class PieceServer:
     def bytes_sent(self) -> int:
         """Bytes of boxes that receivers were given, without padding."""
         return self._sent
+
+    def is_alive(self) -> bool:
+        """Whether it still listens: not in a process that was forked."""
+        return self._connections.is_alive()
+
+    def rest(self) -> bool:
+        """Wait a moment until nobody is given anything; whether that is so: then what was served may be freed."""
+        with self._rests:
+            return self._rests.wait_for(lambda: not self._serving, PATIENCE)
 
     def close(self) -> None:
         """Stop listening, and drop who is connected."""
@@ -108,15 +116,16 @@ class PieceServer:
         near = channel.receive(length).decode("utf-8", "replace") == machine()
         channel.send(self._pool.announcement().pack() if near and self._pool.file >= 0 else bytes(ANNOUNCEMENT_BYTES))
         outlet = _Outlet(channel, self._pool, opened=channel.receive(1) == OPENED)
-        with self._lock:
-            self._serving += 1
-        try:
-            while channel.await_next():
-                self._answer(channel, outlet)
-        finally:
-            outlet.abandon()
+        while channel.await_next():
             with self._lock:
-                self._serving -= 1
+                self._serving += 1
+            try:
+                self._answer(channel, outlet)
+            finally:
+                outlet.abandon()
+                with self._rests:
+                    self._serving -= 1
+                    self._rests.notify_all()
 
     def _answer(self, channel: Channel, outlet: _Outlet) -> None:
         """One pull. What goes wrong with the version or a box is told, and ends the pull alone."""

@@ -180,7 +180,7 @@ def part_of_files(part: int) -> int:
 
 _PART = 2
 """Peers of all servers have at most this part of the files that this process may open; others wait at the ports."""
-_PATIENCE = 2.0
+PATIENCE = 2.0
 """Seconds that closing waits for conversations: what they read may be freed after it."""
 
 _conversing = set[socket.socket]()
@@ -207,7 +207,7 @@ class ConnectionServer:
         self._name = name
         self._serve = serve
         self._gone = gone
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever collects garbage may close this at any moment, in any thread
         self._connections: set[socket.socket] = set()
         self._conversations: set[threading.Thread] = set()
         self._closing = threading.Event()
@@ -226,19 +226,24 @@ class ConnectionServer:
         """How many peers are connected."""
         return len(self._connections)
 
+    def is_alive(self) -> bool:
+        """Whether it listens: not when it is closed, nor in a process that was forked."""
+        return self._thread.is_alive() and not self._closing.is_set()
+
     def close(self) -> None:
         """Stop listening, drop who is connected, and wait for a moment until nobody is served any more."""
         self._closing.set()
         with suppress(OSError):  # it is closed already
             self._waker.send(b"x")
         self._waker.close()
-        self._thread.join()  # which closes the ports
+        if self._thread is not threading.current_thread():
+            self._thread.join()  # which closes the ports
         with self._lock:
             for sock in self._connections:
                 with suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
             conversations = self._conversations - {threading.current_thread()}
-        end = time.monotonic() + _PATIENCE
+        end = time.monotonic() + PATIENCE
         for conversation in conversations:
             conversation.join(max(0.0, end - time.monotonic()))
 

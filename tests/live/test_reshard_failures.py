@@ -5,8 +5,10 @@ And what a reshard may cost: memory beside the states, and a second time between
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -93,11 +95,7 @@ def refused_pull() -> tuple[str, bool]:
     rank = dist.get_rank()
     old, layout, new, new_layout = halves(rank, (0, 1), (2, 3))
     if rank == 0:
-
-        def pack(*args: object) -> int:
-            raise MemoryError("of this test")
-
-        Holdings.pack = pack  # type: ignore[method-assign,assignment]
+        Holdings.pack = refuse_to_pack  # type: ignore[method-assign,assignment]
     try:
         live.reshard(old, new, layout=layout, new_layout=new_layout, job=ckpt.Job(timeout=TIMEOUT))
     except CkptError as err:
@@ -182,6 +180,58 @@ def test_a_second_time_makes_no_plan_and_joins_no_tables(ranks: Ranks) -> None:
     assert ranks.run(4, second_time) == [[]] * 4
 
 
+def kept_between_reshards() -> list[str]:
+    """Problems of what a group keeps: one server and one pool, whatever fails between; and nothing once the group is gone."""
+    rank, problems = dist.get_rank(), []
+    group = dist.new_group(range(4))
+    old, layout, new, new_layout = halves(rank, (0, 1), (2, 3))
+
+    def there() -> tuple[int, int]:
+        gc.collect()
+        files = [os.readlink(file.path) for file in os.scandir("/proc/self/fd") if os.path.islink(file.path)]
+        return sum("memfd:ckpt-pool" in file for file in files), sum(t.name == "ckpt-serve" for t in threading.enumerate())
+
+    assert there() == (0, 0)
+    servers, clients = set(), set()
+    for turn, timeout in enumerate((TIMEOUT, TIMEOUT, 2 * TIMEOUT, 2 * TIMEOUT)):
+        job = ckpt.Job(process_group=group, timeout=timeout)
+        if turn == 3:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Holdings, "pack", refuse_to_pack)
+                with pytest.raises(CkptError, match="MemoryError: of this test"):
+                    live.reshard(old, new, layout=layout, new_layout=new_layout, job=job)
+            if there() != (0, 0):
+                problems.append(f"{there()} are left after a failure")
+        for tensor in old.values():
+            tensor.add_(1)
+        live.reshard(old, new, layout=layout, new_layout=new_layout, job=job)
+        (known,) = reshard_offers._known.values()
+        servers.add(str(known._server and known._server.addresses))
+        clients.update(client._channel.sock.getsockname() for client in known.clients.values())
+        whole = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) + turn + 1
+        problems += [f"w{n}, turn {turn}" for n, t in enumerate(new.values()) if not torch.equal(t, whole.chunk(2, 1)[rank - 2] + n)]
+        if there() != ((2, 3) if old else (2, 0)) or known.served:
+            problems.append(f"{there()} files and threads in turn {turn}, {known.served} served")
+    if (len(servers), len(clients)) != ((3, 0) if old else (1, 6)):
+        problems.append(f"{len(servers)} servers, {len(clients)} connections")
+    del known, job, servers, clients
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    end = time.monotonic() + TIMEOUT
+    while there() != (0, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    return [*problems, *([f"{there()} are left"] if there() != (0, 0) else [])]
+
+
+def refuse_to_pack(*args: object) -> int:
+    raise MemoryError("of this test")
+
+
+def test_server_and_connections_outlive_a_reshard_and_end_with_a_failure_or_the_group(ranks: Ranks) -> None:
+    assert ranks.run(4, kept_between_reshards) == [[]] * 4
+
+
 def without_a_server(victim: int) -> tuple[str, float]:
     """The error of this rank, where ``victim`` cannot serve, and after how many seconds."""
     rank = dist.get_rank()
@@ -193,7 +243,7 @@ def without_a_server(victim: int) -> tuple[str, float]:
     began = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:
         if rank == victim:
-            patch.setattr(resharding, "PieceServer", refuse)
+            patch.setattr(reshard_offers, "PieceServer", refuse)
         with pytest.raises(CkptError) as caught:
             live.reshard(old, new, layout=layout, new_layout=new_layout, job=ckpt.Job(timeout=60))
     return str(caught.value), time.monotonic() - began
