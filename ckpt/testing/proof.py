@@ -196,12 +196,12 @@ class _Runs:
                 env = {**shared, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)}
                 processes.append(context.Process(target=_call, args=(self._job, env, str(folder / _LOG))))
                 processes[-1].start()
-            while any(process.is_alive() for process in processes):
+            while alive := [process for process in processes if process.is_alive()]:
                 if any(process.exitcode for process in processes):  # the others would wait for it
                     break
                 if time.monotonic() > end:
                     return None
-                next(process for process in processes if process.is_alive()).join(0.05)
+                alive[0].join(0.05)
             return next((process.exitcode for process in processes if process.exitcode), 0)
         finally:
             for process in processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,12 @@ def test_an_exact_job_on_any_number_of_ranks() -> None:
         ("resumed", 2, 6, 7, False),
     ]
     assert "generator python" in report.unrepeatable  # which nobody has seeded
+
+
+def test_a_rank_that_ends_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question whether a process lives is answered with yes once, and then it has ended."""
+    monkeypatch.setattr(BaseProcess, "is_alive", lambda self: self.exitcode is None and self.join() is None)
+    assert prove(job[""], at=1, after=1).exact
 
 
 @pytest.mark.parametrize("mistake", [m if m in ("rng", "average") else pytest.param(m, marks=SLOW) for m in MISTAKES])
