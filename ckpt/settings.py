@@ -284,8 +284,8 @@ CACHE_BLOCK = MIB
 from the first of the three to the last."""
 
 PIECE = 2 * MIB
-"""Bytes of a long range that are read, hashed and copied before the next ones. Twice a cache block: each read costs a system call and a
-wake-up, and half of a piece is still in the cache."""
+"""Bytes of a long range that are read, or that a rank gives another one of a live state, hashed and copied before the next ones. Twice a
+cache block: each read costs a system call and a wake-up, and half of a piece is still in the cache."""
 
 GROUPED_READ = 4 * MIB
 """Neighbouring small ranges are read together up to this many bytes, which still fit the last-level cache when they are hashed and

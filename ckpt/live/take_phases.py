@@ -230,7 +230,7 @@ class SinkCache:
         for number in range(len(self.buffers) - 1, -1, -1):
             if len(self.buffers[number]) >= length:
                 return self.buffers.pop(number)
-        return np.empty(max(length, settings.CACHE_BLOCK), dtype=np.uint8)
+        return np.empty(max(length, settings.PIECE), dtype=np.uint8)
 
     def give(self, memory: memoryview) -> None:
         """Memory of a piece that nobody reads any more."""

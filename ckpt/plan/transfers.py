@@ -265,7 +265,7 @@ def plan_transfers(
 
     Every rank makes its own plan from the catalog of the source; nothing is agreed.
     """
-    piece = settings.CACHE_BLOCK if piece is None else piece
+    piece = settings.PIECE if piece is None else piece
     own: list[OwnCopy] = []
     book = _Book(wants, piece, rank)
     kinds: dict[tuple[int, int, tuple[Box, ...]], list[_Cut]] = {}
