@@ -1,7 +1,7 @@
 """Which functions and files of the package one call enters: ``python -m benchmarks.walks``.
 
 Each operation runs twice on one rank, with four linear layers and AdamW's state; the profile function of every thread notes what the
-second one enters. ``--list CALL`` prints the functions, file by file. torch's own functions are not counted. ``load_columns`` and
+second one enters. ``--list`` prints the functions, file by file. torch's own functions are not counted. ``load_columns`` and
 ``reshard`` are what the first of two processes enters, with rows on one side and columns on the other.
 """
 
@@ -132,14 +132,15 @@ def entered_on_two(call: str, folder: str) -> Entered:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", choices=MARKS, metavar="CALL", help=f"print the functions that one of {', '.join(MARKS)} enters")
+    parser.add_argument("calls", nargs="*", metavar="CALL", help=f"of {', '.join(MARKS)}; without one: all")
+    parser.add_argument("--list", action="store_true", help="print the functions too")
     arguments = parser.parse_args()
+    if unknown := set(arguments.calls) - MARKS.keys():
+        parser.error(f"no such call: {', '.join(sorted(unknown))}")
     folder = tempfile.mkdtemp(dir="/dev/shm")
     try:
         called = calls(folder)
-        for name in MARKS:
-            if arguments.list not in (None, name):
-                continue
+        for name in arguments.calls or MARKS:
             if name not in called:
                 places = entered_on_two(name, folder)
             else:

@@ -26,6 +26,7 @@ from benchmarks.replay import FIGURES, LOADS, NAMES, SEEN, UNSEEN, Fit, Load, St
 from benchmarks.report import aligned, checks_of, rows_of
 from benchmarks.scenarios import Measurement, turns
 from benchmarks.states import pattern, shapes
+from benchmarks.walks import MARKS
 
 ROOT = Path(__file__).parent.parent
 SIZE, REPEAT, SMALL = 1_000_000, 2, 300
@@ -321,3 +322,14 @@ def test_a_fault_is_one_bit_or_one_cut_and_its_outcome_is_what_a_load_gives(tmp_
         else:
             assert len(after) < len(before) and (after == before[: len(after)]).all()
         assert resume(raw, str(tmp_path / kind)) == "wrong"  # nothing is checked by plain reads
+
+
+def test_calls_enter_no_more_than_their_marks() -> None:
+    """Threads that poll, and what a first failure imports, add a few; so a twentieth more is no failure."""
+    calls = ["save", "load", "convert", "open"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.walks", *calls], cwd=ROOT, capture_output=True, text=True, timeout=300, check=True
+    )
+    entered = {line.split()[0]: (int(line.split()[1]), int(line.split(" in ")[1].split()[0])) for line in done.stdout.splitlines()}
+    assert list(entered) == calls
+    assert {c: n for c, n in entered.items() if n[0] > 1.05 * MARKS[c][0] or n[1] > 1.05 * MARKS[c][1]} == {}
