@@ -29,6 +29,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpt.errors import AccessError, CkptError, DeadlineError, FormatError
+from ckpt.settings import MIB
 from ckpt.text import address_text, number_of, parse_object, printable
 
 from .endpoints import from_here, prepare, receive_exactly
@@ -46,6 +47,8 @@ _SERVER = struct.Struct(f"<4sH{_NONCE}s32s")
 _PROOF = struct.Struct("<32s16s")
 """The client's proof, and what the connection is for."""
 WELCOME, REFUSED = b"w", b"x"
+_AT_ONCE = MIB
+"""Bytes that a receiver of more waits for before it goes on."""
 _SLICE = 0.2
 """Seconds after which a wait looks whether it should go on."""
 _FIRST_TRY = 1.0
@@ -69,6 +72,7 @@ class Channel:
     alive: Callable[[], None] = _nothing
     _moved: float = field(default_factory=time.monotonic)
     _readable: select.poll = field(default_factory=select.poll)
+    _wakes_for: int = 1
 
     def __post_init__(self) -> None:
         self.sock.settimeout(_SLICE)
@@ -98,16 +102,22 @@ class Channel:
     def receive_into(self, view: memoryview) -> None:
         """Fill ``view``; raises as :meth:`receive`."""
         self._moved = time.monotonic()
-        while len(view):
-            try:
-                count = self.sock.recv_into(view)
-            except TimeoutError:
-                self._wait("sends nothing")
-                continue
-            if not count:
-                raise ConnectionError("the stream ended early")
-            self._moved = time.monotonic()
-            view = view[count:]
+        quick = len(view) >= _AT_ONCE
+        try:
+            while len(view):
+                self._wake_for(min(len(view), _AT_ONCE) if quick else 1)
+                try:
+                    count = self.sock.recv_into(view)
+                except TimeoutError:
+                    self._wait("sends nothing")
+                    quick = False  # a slow sender: whatever came counts
+                    continue
+                if not count:
+                    raise ConnectionError("the stream ended early")
+                self._moved = time.monotonic()
+                view = view[count:]
+        finally:
+            self._wake_for(1)
 
     def await_next(self) -> bool:
         """Wait, however long, until something comes; False if the other end has closed."""
@@ -131,6 +141,13 @@ class Channel:
             return False
         self._readable.register(self.sock, select.POLLIN)
         return not self._readable.poll(0)
+
+    def _wake_for(self, size: int) -> None:
+        """A wait ends when so many bytes are there, or the stream has ended: a wake-up for each packet would cost more than the bytes."""
+        if size != self._wakes_for:
+            with suppress(OSError):  # not on every system
+                self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+            self._wakes_for = size
 
     def close(self) -> None:
         with suppress(OSError):

@@ -206,3 +206,24 @@ server.close()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["True", "b'x'"], done.stderr
+
+
+def test_a_large_message_that_comes_slowly_is_received_and_a_small_one_wakes_at_once() -> None:
+    sent = bytes(range(256)) * (3 << 12)  # 3 MiB, of which a receiver waits for 1 MiB at a time
+    with socket.create_server(("127.0.0.1", 0)) as port, socket.create_connection(port.getsockname()) as sender:
+        channel = Channel(port.accept()[0], "the sender", timeout=2.0)
+
+        def send() -> None:
+            for at in range(10):  # longer than the timeout, in all
+                sender.sendall(sent[at : at + 1])
+                time.sleep(0.3)
+            sender.sendall(sent[10:] + b"after")
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        assert channel.receive(len(sent)) == sent
+        assert channel.receive(5) == b"after"
+        thread.join()
+        sender.sendall(b"x")
+        assert channel.await_next() and not channel.is_open() and channel.receive(1) == b"x"
+        channel.close()

@@ -313,7 +313,7 @@ def test_requests_for_a_mapped_segment_are_joined_and_bring_all_that_is_wanted(b
     catalog = LiveCatalog.of(Joined(tensors={"w": info}, assignments={}, aliases={}), {}, url="live", world_size=2)
     target = LocalTensor(info, [LocalShard(box, torch.full(box.shape, -1, dtype=torch.int32)) for box in boxes], "w")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(settings, "CACHE_BLOCK", piece)
+        patch.setattr(settings, "PIECE", piece)
         plan = plan_filling([(target, catalog.tensors["w"])], catalog, rank=7, near=frozenset())
     copies = 0
     for rank in plan.transfers.shares:
