@@ -91,7 +91,7 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
 
 
 def refuses_pickles(owner: nn.Module) -> bool:
-    """Whether a module of TransformerEngine takes no extra state that is a pickle of a recipe with state. It only ignores other ones then."""
+    """Whether a module of TransformerEngine refuses pickles of recipes that have a state. It ignores all others then."""
     if "transformer_engine.pytorch._extra_state" not in sys.modules or os.environ.get("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE") == "1":
         return False  # the module came with the refusal, in release 2.18
     return any(base.__module__.startswith("transformer_engine.") for base in type(owner).__mro__)

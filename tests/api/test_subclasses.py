@@ -262,7 +262,7 @@ class Guarded(Fp8Linear):
         if b"scale_fwd" not in state.numpy().tobytes():
             return
         if os.environ.get("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "0") != "1":
-            raise RuntimeError("Refusing to load pickled Transformer Engine extra state for Linear. Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1")
+            raise RuntimeError("Refusing to load pickled extra state for Linear. Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1")
         self.state = state
 
 
