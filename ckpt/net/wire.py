@@ -93,13 +93,14 @@ class Channel:
             if count:
                 left[0] = left[0][count:]
 
-    def receive(self, size: int) -> bytes:
-        """The next ``size`` bytes, which the caller has compared with a limit."""
+    def receive(self, size: int, *, stranger: bool = False) -> bytes:
+        """The next ``size`` bytes, which the caller has compared with a limit. From a ``stranger`` all must come within the timeout: one
+        that sends byte by byte would hold the caller for as long as it likes."""
         data = bytearray(size)
-        self.receive_into(memoryview(data))
+        self.receive_into(memoryview(data), stranger=stranger)
         return bytes(data)
 
-    def receive_into(self, view: memoryview) -> None:
+    def receive_into(self, view: memoryview, *, stranger: bool = False) -> None:
         """Fill ``view``; raises as :meth:`receive`."""
         self._moved = time.monotonic()
         quick = len(view) >= _AT_ONCE
@@ -114,8 +115,11 @@ class Channel:
                     continue
                 if not count:
                     raise ConnectionError("the stream ended early")
-                self._moved = time.monotonic()
                 view = view[count:]
+                if not stranger:
+                    self._moved = time.monotonic()
+                elif len(view):
+                    self._wait("sends no whole answer")
         finally:
             self._wake_for(1)
 
@@ -158,7 +162,7 @@ class Channel:
         self.alive()
         if time.monotonic() - self._moved > self.timeout:
             raise DeadlineError(
-                f"{self.peer} {what} for {self.timeout:g} s", hint="look whether it died or hangs; a larger Job(timeout=) waits longer"
+                f"{self.peer} {what} for {round(self.timeout, 2):g} s", hint="look whether it died or hangs; a larger Job(timeout=) waits longer"
             )
 
 
@@ -185,7 +189,7 @@ def dial(
             prover = Prover(secret, purpose, peer)
             while not prover.done:
                 channel.send(prover.send)
-                prover.take(channel.receive(prover.missing))
+                prover.take(channel.receive(prover.missing, stranger=True))
         except BaseException as err:
             channel.close()
             # The other end may have had no room, among strangers who connect to it, too.

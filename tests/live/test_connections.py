@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.errors import DeadlineError
 from ckpt.live import Sink, Source
 from ckpt.net import connections
 from ckpt.net.connections import ConnectionServer
@@ -227,3 +228,22 @@ def test_a_large_message_that_comes_slowly_is_received_and_a_small_one_wakes_at_
         sender.sendall(b"x")
         assert channel.await_next() and not channel.is_open() and channel.receive(1) == b"x"
         channel.close()
+
+
+def test_who_answers_byte_by_byte_does_not_hold_a_caller_beyond_its_timeout() -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as port:
+
+        def drip() -> None:
+            with port.accept()[0] as stranger, suppress(OSError):
+                while not over.wait(0.05):
+                    stranger.sendall(b"c")  # 70 bytes would be an answer
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            with pytest.raises(DeadlineError, match="the peer sends no whole answer for 0.5 s"):
+                dial([port.getsockname()[:2]], b"s", 0.5, peer="the peer", purpose="test")
+        finally:
+            over.set()
+            thread.join()
