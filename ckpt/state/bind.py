@@ -37,6 +37,7 @@ from .torch_objects import (
     names_in,
     params_of,
     refuse_zero,
+    refuses_pickles,
     scan_state,
     tensors_of,
 )
@@ -298,7 +299,10 @@ class _BindWalk(Binder):
         for name in parts.extra:
             state_name = join(path, name)
             if self.selection.wants(state_name):
-                self.decoded(self.nodes.child(node, name, state_name), state_name, parts.owners[name].set_extra_state)
+                child, owner = self.nodes.child(node, name, state_name), parts.owners[name]
+                self.decoded(child, state_name, owner.set_extra_state)
+                if child is not tree.MISSING and refuses_pickles(owner):
+                    self.binding.trials.append((state_name, child, owner.set_extra_state))
 
     def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:
         """Say of a shape that does not fit what to do if its module changes shapes when it loads, which is not asked for the others."""

@@ -169,6 +169,8 @@ class Binding:
     """What takes its state as it likes: asked first, while all tensors of the state are as they were."""
     options: list[StatefulObject] = field(default_factory=list)
     """Of optimizers' groups: set before ``objects`` are asked, since a scheduler may set the learning rate when it takes its state."""
+    trials: list[tuple[str, Node, Callable[[Any], object]]] = field(default_factory=list)
+    """Extra states, by path, that their modules only ignore or refuse at first: a load tries them before anything changes."""
     create: list[Callable[[], None]] = field(default_factory=list)
     without_memory: list[tuple[LocalTensor, str | torch.device]] = field(default_factory=list)
     """What ``create`` gives memory to, and on which device."""

@@ -3,6 +3,7 @@ name, never by index, and parameter groups as options of named parameters. And t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -87,6 +88,13 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
         else:
             parts.extra[name] = value
     return parts
+
+
+def refuses_pickles(owner: nn.Module) -> bool:
+    """Whether a module of TransformerEngine refuses pickles of recipes that have a state. It ignores all others then."""
+    if "transformer_engine.pytorch._extra_state" not in sys.modules or os.environ.get("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE") == "1":
+        return False  # the module came with the refusal, in release 2.18
+    return any(base.__module__.startswith("transformer_engine.") for base in type(owner).__mro__)
 
 
 def _of_flat(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -247,6 +250,39 @@ def test_weights_and_extra_state_as_those_of_transformer_engine(root: str) -> No
     with pytest.raises(MismatchError, match="m.weight: context.nontensor_kwargs.transpose_invalid false in the checkpoint, true in the"):
         ckpt.load(f"{root}/0", {"m": stale})
     assert all(torch.equal(a, b) for a, b in zip(inner(stale.weight), before, strict=True))
+
+
+class Guarded(Fp8Linear):
+    """As TransformerEngine from 2.18 on: a pickle of a recipe with state is taken only on request, one of another recipe is ignored."""
+
+    __module__ = "transformer_engine.pytorch.module.base"
+
+    def set_extra_state(self, state: object) -> None:
+        assert isinstance(state, torch.Tensor)
+        if b"scale_fwd" not in state.numpy().tobytes():
+            return
+        if os.environ.get("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "0") != "1":
+            raise RuntimeError("Refusing to load pickled extra state for Linear. Set NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1")
+        self.state = state
+
+
+def test_a_pickle_that_transformer_engine_refuses_is_refused_before_anything_changes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch._extra_state", types.ModuleType("_extra_state"))
+    monkeypatch.delenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", raising=False)
+    for name, recipe in (("delayed", b"recipe scale_fwd"), ("current", b"recipe")):
+        ckpt.save(f"{root}/{name}", {"a": torch.ones(3), "m": Guarded(1, torch.frombuffer(bytearray(recipe), dtype=torch.uint8))})
+    model, a = Guarded(2, None), torch.zeros(3)
+    model.state = torch.empty(0, dtype=torch.uint8)
+    before = [x.clone() for x in inner(model.weight)]
+    for dry_run in (False, True):
+        with pytest.raises(MismatchError, match=r"nothing in the state was changed\n[^$]*m\._extra_state: Refusing .* NVTE_ALLOW_UNSAFE"):
+            ckpt.load(f"{root}/delayed", {"a": a, "m": model}, dry_run=dry_run)
+        assert not a.any() and all(torch.equal(x, y) for x, y in zip(inner(model.weight), before, strict=True))
+    ckpt.load(f"{root}/current", {"a": a, "m": model})
+    assert a.all() and model.state.numel() == 0
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
+    ckpt.load(f"{root}/delayed", {"a": a, "m": model})
+    assert model.state.numpy().tobytes() == b"recipe scale_fwd"
 
 
 class Holder:

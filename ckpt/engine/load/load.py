@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import xxhash
@@ -34,8 +34,9 @@ from ckpt.net.call import Call
 from ckpt.net.channel import Row
 from ckpt.net.group import Group
 from ckpt.net.liveness import Members
+from ckpt.plan import tree
 from ckpt.state.shard_table import ShardCache
-from ckpt.state.targets import Binding
+from ckpt.state.targets import Binding, inline_only
 from ckpt.telemetry.spans import Spans
 from ckpt.text import parse_json
 
@@ -250,6 +251,10 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
 
     def beside(binding: Binding) -> Row:
         nonlocal sharing
+        if binding.trials:
+            _try_extra_states(catalog, binding)
+        if alone:
+            return {}
         if options.dry_run:  # nothing is created, and what a later load finds in ``known`` must not change
             created = {id(local): device for local, device in binding.without_memory}
             jobs = {name: TensorLoad(*pair) for name, pair in binding.targets.items()}
@@ -275,10 +280,26 @@ def _match(job: LoadJob, state: object, name: str) -> tuple[Matched, SharedReads
 
     alone = call.group.size == 1 and not options.dry_run
     with replacement_noticed(catalog):
-        matched = match(job, catalog, state, known, beside=None if alone else beside, decide=decide)
+        matched = match(job, catalog, state, known, beside=beside, decide=decide)
     if len(known.known) > 4 * len(matched.binding.targets) + 1000:
         known.known.clear()  # of states that are not loaded any more
     return matched, sharing
+
+
+def _try_extra_states(catalog: Catalog, binding: Binding) -> None:
+    """Whether modules refuse a stored extra state: the first that does is a misfit."""
+    from ckpt.engine.view import StoredTensor
+
+    def special(kind: str, payload: Any) -> object:
+        return StoredTensor(catalog, catalog.tensors[payload]).read() if kind == "$tensor" else inline_only(kind, payload)
+
+    for path, node, take in binding.trials:
+        value = tree.decode(node, special)
+        try:
+            take(value)
+        except Exception as err:  # noqa: BLE001  whatever the module raises: all ranks hear of it in one error
+            binding.misfits.append(f"{path}: {err}")
+            return
 
 
 # ---- fill: who reads which chunk for whom, and every tensor gets its bytes
