@@ -1,83 +1,95 @@
-"""What a push of weights costs, in copies of its bytes: ``python -m benchmarks.live_push``.
+"""What live state costs to move, in copies of its bytes: ``python -m benchmarks.live_push``.
 
-A source publishes a bfloat16 state, and a sink of the same layout takes it, through the memory of one machine and over loopback TCP. CPU
-seconds of all threads, over those of copying the same bytes into warm memory in the same run; one process, so nothing else counts.
+Ranks publish a bfloat16 state, and other processes take it, through the memory of one machine or over loopback TCP; or ranks reshard it,
+rows into columns. CPU seconds of all ranks and threads, over those of copying what comes into warm memory in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import socket
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import ExitStack
+from itertools import product
 from statistics import median
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import xxhash
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckpt.live import Publication, Sink, Source
+from ckpt import Job
+from ckpt.live import Sink, Source, reshard
 
-TENSORS = 16
+from .measure import cpu_seconds
+from .pool import Pool, Rank
+from .states import pattern
+
+TENSORS, WIDTH, MIB = 16, 4096, 2**20
 FIRST = 3
 """Versions that fill fresh memory: those that a source keeps, and the one that is captured."""
+SHAPES = {"1to1": (range(1), range(1, 2)), "4to2": (range(4), range(4, 6)), "reshard": (range(2), range(2))}
+"""Ranks that have the state in rows, and those that get it in columns."""
 
 
-def cost(work: Callable[[], object]) -> tuple[float, int]:
-    """CPU seconds and page faults."""
-    began, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    work()
-    return time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+def sharded(mesh: DeviceMesh, dimension: int, megabytes: int) -> dict[str, DTensor]:
+    """This rank's part of the same state."""
+    whole = (pattern((megabytes * MIB // 4 // TENSORS // WIDTH, WIDTH), n).view(torch.int16).view(torch.bfloat16) for n in range(TENSORS))
+    return {f"t{n}": distribute_tensor(t, mesh, [Shard(dimension)], src_data_rank=None) for n, t in enumerate(whole)}
 
 
-def publish(source: Source, step: int, capture: Literal["lazy", "eager"], into: list[Publication]) -> None:
-    into.append(source.publish(step, capture=capture))
+def move(rank: Rank, *, shape: str, local: str, capture: Literal["lazy", "eager"], megabytes: int, versions: int) -> list[list[float]]:
+    """For each version the CPU seconds of this rank: of copying what it gets, until ``publish`` returns, until it is published, of all."""
+    os.environ["CKPT_LIVE_LOCAL"] = local
+    givers, takers = SHAPES[shape]
+    meshes = [DeviceMesh("cpu", list(ranks)) for ranks in (givers, takers)]
+    old = sharded(meshes[0], 0, megabytes) if rank.number in givers else {}
+    new, warm = (sharded(meshes[1], 1, megabytes) if rank.number in takers else {} for _ in range(2))
+    rows: list[list[float]] = []
 
-
-def push(megabytes: int, versions: int, capture: Literal["lazy", "eager"]) -> list[list[float]]:
-    """For each version the copies that ``publish`` takes until it returns, in all, and the sink's; and the page faults."""
-    shape = megabytes * 2**20 // 2 // TENSORS // 1024, 1024
-    state = {f"t{n}": torch.randint(0, 1000, shape, dtype=torch.int16).view(torch.bfloat16) for n in range(TENSORS)}
-    into, warm = ({name: tensor.clone() for name, tensor in state.items()} for _ in range(2))
-    rows = []
-
-    def copy() -> None:
-        for name, tensor in state.items():
-            warm[name].copy_(tensor)
-
-    with Source("tcp://127.0.0.1:0/weights", state, secret="benchmark") as source, Sink(source.address, into, secret="benchmark") as sink:
-        copy()
+    with ExitStack() as stack:
+        jobs = [Job(process_group=mesh.get_group()) if part else None for mesh, part in zip(meshes, (old, new), strict=True)]
+        source = sink = None
+        if old and shape != "reshard":
+            source = stack.enter_context(Source("tcp://127.0.0.1:0/weights", old, secret="benchmark", job=jobs[0]))
+        dist.broadcast_object_list(address := [source and source.address])
+        if address[0] and new:
+            sink = stack.enter_context(Sink(address[0], new, secret="benchmark", job=jobs[1]))
         for step in range(versions):
-            state["t0"].view(torch.int16).fill_(step)
-            one, _ = cost(copy)
-            published: list[Publication] = []
-            blocked, faults = cost(partial(publish, source, step, capture, published))
-            rest, more = cost(published[0].result)
-            taken, last = cost(sink.take)
-            rows.append([blocked / one, (blocked + rest) / one, taken / one, float(faults + more + last)])
-    assert all(torch.equal(tensor, into[name]) for name, tensor in state.items())
+            if old:
+                old["t0"].to_local().view(torch.int16).fill_(step)
+            dist.barrier()
+            seconds = [cpu_seconds()]
+            for name, tensor in warm.items():
+                tensor.to_local().copy_(new[name].to_local())
+            seconds.append(cpu_seconds())
+            dist.barrier()
+            seconds.append(cpu_seconds())
+            publication = source.publish(step, capture=capture) if source is not None else None
+            seconds.append(cpu_seconds())
+            if publication is not None:
+                publication.result()
+            seconds.append(cpu_seconds())
+            dist.barrier()
+            if sink is not None:
+                sink.take()
+            elif source is None:
+                reshard(old, new)
+            dist.barrier()
+            rows.append([seconds[1] - seconds[0], *(second - seconds[2] for second in (*seconds[3:], cpu_seconds()))])
+    for name, tensor in sharded(meshes[1], 1, megabytes).items() if new else ():
+        part = tensor.to_local().view(torch.int16)
+        assert torch.equal(new[name].to_local().view(torch.int16), torch.full_like(part, versions - 1) if name == "t0" else part)
     return rows
 
 
 def passes(megabytes: int) -> dict[str, float]:
     """What each pass over the bytes takes alone, in copies: what the floors are made of."""
-    source = torch.randint(0, 100, (megabytes * 2**20,), dtype=torch.uint8)
+    source = torch.randint(0, 100, (megabytes * MIB,), dtype=torch.uint8)
     target, view = source.clone(), memoryview(source.numpy())
-    one = median(cost(lambda: target.copy_(source))[0] for _ in range(3))
-    starts = range(0, len(view), 2**20)
-
-    def digest() -> None:
-        for at in starts:
-            xxhash.xxh3_64_intdigest(view[at : at + 2**20])
-
-    def copy_and_digest() -> None:
-        for at in starts:
-            target[at : at + 2**20].copy_(source[at : at + 2**20])
-            xxhash.xxh3_64_intdigest(memoryview(target.numpy())[at : at + 2**20])
 
     def through_a_socket() -> None:
         with socket.create_server(("127.0.0.1", 0)) as port, socket.create_connection(port.getsockname()) as sender:
@@ -86,31 +98,36 @@ def passes(megabytes: int) -> dict[str, float]:
                 sent = pool.submit(sender.sendall, view)
                 left = memoryview(target.numpy())
                 while left:
-                    left = left[receiver.recv_into(left[: 2**20]) :]
+                    left = left[receiver.recv_into(left[:MIB]) :]
                 sent.result()
 
-    works = {"digest": digest, "copy and digest, MiB by MiB": copy_and_digest, "send and receive": through_a_socket}
-    return {name: median(cost(work)[0] for _ in range(3)) / one for name, work in works.items()}
+    seconds, blocks = [], [slice(at, at + MIB) for at in range(0, len(view), MIB)]
+    for work in [lambda: target.copy_(source), lambda: [xxhash.xxh3_64_intdigest(view[block]) for block in blocks], through_a_socket] * 3:
+        began = cpu_seconds()
+        work()
+        seconds.append(cpu_seconds() - began)
+    return {name: median(seconds[n::3]) / median(seconds[::3]) for n, name in ((1, "digest"), (2, "send and receive"))}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=512, help="MB of the state")
     parser.add_argument("--versions", type=int, default=9)
+    parser.add_argument("--shape", action="append", choices=SHAPES, help="what to move; may be given more than once")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     for name, copies in passes(arguments.size).items():
         print(f"{name}: {copies:.2f} copies")
-    print(f"{'':24} blocked  publish     sink   all   page faults")
-    for local in ("on", "off"):
-        os.environ["CKPT_LIVE_LOCAL"] = local
-        captures: tuple[Literal["lazy", "eager"], ...] = ("lazy", "eager")
-        for capture in captures:
-            rows = push(arguments.size, arguments.versions, capture)
-            for name, some in (("first", rows[:FIRST]), ("steady", rows[FIRST:])):
-                blocked, publish, sink, faults = (median(column) for column in zip(*some, strict=True))
-                way = f"{'memory' if local == 'on' else 'TCP':6} {capture:6} {name:10}"
-                print(f"{way} {blocked:7.2f} {publish:8.2f} {sink:8.2f} {publish + sink:5.2f} {faults:13,.0f}", flush=True)
+    print(f"{'':29} blocked  publish    all")
+    for shape in arguments.shape or SHAPES:
+        count = 1 + max(map(max, SHAPES[shape]))
+        with Pool(count) as pool:
+            for local, capture in product(("on", "off"), ("lazy", "eager")) if shape != "reshard" else [("on", "lazy")]:
+                given = {"local": local, "capture": capture, "megabytes": arguments.size, "versions": arguments.versions}
+                of_ranks = pool.run(move, on=count, shape=shape, **given)
+                rows = [[sum(column) for column in zip(*version, strict=True)] for version in zip(*of_ranks, strict=True)]
+                for name, some in (("first", rows[:FIRST]), ("steady", rows[FIRST:])):
+                    way = f"{shape:8} {'memory' if local == 'on' else 'TCP':6} {capture:6} {name:7}"
+                    print(way, *(f"{median(row[i] / row[0] for row in some):7.2f}" for i in (1, 2, 3)), flush=True)
 
 
 if __name__ == "__main__":

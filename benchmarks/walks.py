@@ -19,13 +19,13 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
+
+from .pool import Pool, Rank
 
 ROOT = Path(__file__).parent.parent
 MARKS = {
@@ -85,9 +85,8 @@ def calls(folder: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def on_a_rank(rank: int, call: str, folder: str, results: Any) -> None:
-    """One of two ranks: the second such call, with rows and columns of a model and its optimizer; the first rank tells what it entered."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def on_a_rank(rank: Rank, *, call: str, folder: str) -> Entered:
+    """What the second such call enters on one of two ranks, with rows and columns of a model and its optimizer."""
     mesh = init_device_mesh("cpu", (2,))
 
     def sharded(dimension: int) -> dict[str, Any]:
@@ -111,23 +110,7 @@ def on_a_rank(rank: int, call: str, folder: str, results: Any) -> None:
     if call == "load_columns":
         ckpt.save(f"{folder}/rows", rows)
     move()
-    places = entered(move)
-    if rank == 0:
-        results.put(places)
-    dist.destroy_process_group()
-
-
-def entered_on_two(call: str, folder: str) -> Entered:
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    own = tempfile.mkdtemp(dir=folder)
-    ranks = [context.Process(target=on_a_rank, args=(rank, call, own, results)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    places: Entered = results.get()
-    for process in ranks:
-        process.join()
-    return places
+    return entered(move)
 
 
 def main() -> None:
@@ -142,7 +125,8 @@ def main() -> None:
         called = calls(folder)
         for name in arguments.calls or MARKS:
             if name not in called:
-                places = entered_on_two(name, folder)
+                with Pool(2) as pool:
+                    places = pool.run(on_a_rank, on=2, call=name, folder=folder)[0]
             else:
                 called[name]()
                 places = entered(called[name])

@@ -29,7 +29,6 @@ from ckpt.formats.native.tables import rows_to_file
 from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.checks import READS
 from ckpt.io_backends.protocol import Backend, CopySource, Writer
-from ckpt.plan.layout.geometry import Box
 from ckpt.plan.reads import RangeGroup, group_ranges
 
 from .digest_reader import ChunkDigest, ChunkName, DigestReader
@@ -124,7 +123,12 @@ def _gathered(catalog: NativeCatalog, row: int, chunks: Sequence[tuple[TensorEnt
         number=number,
         has_128=bool(strong),
     )
-    keys = [_key(extent, entry, box) for extent, entry, box in placed]
+    keys = [
+        chunk_key(entry.name, box, entry.shape, entry.dtype)
+        if extent.codec is None
+        else coded_key(entry.name, box, entry.shape, extent.codec)
+        for extent, entry, box in placed
+    ]
     digests = [int(extent.digest or "", 16) for extent in extents]
     header = plan.encode_header(digests, {i: strong[key] for i, key in enumerate(keys) if key in strong})
     names = [ChunkName(key, None, extent) for key, extent in zip(keys, extents, strict=True)]
@@ -134,12 +138,6 @@ def _gathered(catalog: NativeCatalog, row: int, chunks: Sequence[tuple[TensorEnt
 def _extent(catalog: NativeCatalog, entry: TensorEntry, chunk: int) -> Extent:
     extent = catalog.extents(entry, [chunk])[0]
     return extent if extent.anchor is None else extent.anchor.extent
-
-
-def _key(extent: Extent, entry: TensorEntry, box: Box) -> str:
-    if extent.codec is None:
-        return chunk_key(entry.name, box, entry.shape, entry.dtype)
-    return coded_key(entry.name, box, entry.shape, extent.codec)
 
 
 # What of a copy the storage does by itself, so that nobody reads the bytes and writes them.

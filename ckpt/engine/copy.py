@@ -187,7 +187,10 @@ class Transfer:
             raise UsageError("source and target are the same place", where=target)
         self.catalog = catalog
         self.record = catalog.record
-        self.record_bytes = self._record_bytes()
+        data = read_record(self.source)  # as it is stored: this software may not know all of its members
+        if data is None or CommitRecord.from_bytes(data, self.source.url).id != self.record.id:
+            raise ConflictError("the checkpoint was replaced or removed while it was opened", where=self.source.url, hint="copy again")
+        self.record_bytes = data
         own = SelfContained.of(catalog)
         self.files = catalog.files
         self._gathered: Mapping[str, GatheredFile] = {}
@@ -212,13 +215,6 @@ class Transfer:
         self.uncompared_bytes = 0
         self.made_room = False
         """Files were deleted, to be copied again; no other copy can commit before this one does."""
-
-    def _record_bytes(self) -> bytes:
-        """The record as it is stored: this software may not know all of its members."""
-        data = read_record(self.source)
-        if data is None or CommitRecord.from_bytes(data, self.source.url).id != self.record.id:
-            raise ConflictError("the checkpoint was replaced or removed while it was opened", where=self.source.url, hint="copy again")
-        return data
 
     def _check_target(self, replace: bool) -> bool:  # noqa: FBT001
         """Whether this very checkpoint is committed at the target."""
@@ -260,7 +256,10 @@ class Transfer:
         """Of these files, compare what is there and copy the rest; gives the paths of what was copied."""
         sizes = {path: self.sizes[path] for path in paths}
         meter = _Meter(sum(sizes.values()), progress)
-        there = {path: size for path, size in self._begin().items() if path in sizes}
+        listed = {e.path: e.size for e in self.target.list_prefix()}
+        if index_path(self.record.id, CLEARING) in listed:
+            resume(self.target, self.record.id)
+        there = {path: size for path, size in listed.items() if path in sizes}
         # What a copy that was interrupted left is taken over only if its bytes are right: same size first, which is
         # cheap, then the digests, which reads them. Everything else is deleted and copied again.
         complete = {path for path, size in there.items() if size == self.sizes[path]}
@@ -288,13 +287,6 @@ class Transfer:
                 copy.abort()  # does nothing to those that are committed
             self.uncompared_bytes = self._copies.bytes
         return missing
-
-    def _begin(self) -> dict[str, int]:
-        """What is ``there``, as the one that copies now."""
-        listed = {e.path: e.size for e in self.target.list_prefix()}
-        if index_path(self.record.id, CLEARING) in listed:
-            resume(self.target, self.record.id)
-        return {path: size for path, size in listed.items() if path in self.sizes}
 
     def _damaged(self, paths: set[str], threads: int, meter: _Meter) -> set[str]:
         """Those of the files at the target that have the right size but not the right bytes."""

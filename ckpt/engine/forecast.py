@@ -31,7 +31,7 @@ from ckpt.engine.load.chunk_scan import ChunkScan, FilePlan
 from ckpt.engine.load.read_exchange import ReadExchange
 from ckpt.engine.load.reader import CopyStep, Reader, ReadPlan, same_chunk, steps_of
 from ckpt.engine.load.shared_reads import SharedRead, SharedReads
-from ckpt.engine.load.whole_chunks import TensorLoad, WholeChunks, small_and_large
+from ckpt.engine.load.whole_chunks import TensorLoad, small_and_large
 from ckpt.engine.save.job import SaveJob
 from ckpt.engine.save.leader import Leader
 from ckpt.engine.save.options import SaveOptions, SaveReport
@@ -143,7 +143,11 @@ def _planned(reader: Reader, plan: ReadPlan, exchange: ReadExchange | None) -> I
     fetch = reader.fetch
     for shared_read, extents in exchange.own_reads(reader.catalog) if exchange is not None else ():
         yield from _shared(fetch, shared_read, extents)
-    yield from _whole(fetch, plan.exact)
+    groups, large = small_and_large(plan.exact, fetch)
+    for group in groups:
+        yield _together(fetch, group, [plan.exact.extents[i] for i in group.members])
+    for i in large:
+        yield from _stretches(fetch, plan.exact.extents[i])
     for read in plan.reads:
         yield from _grouped(reader, read, plan.parts, plan.steps)
     if plan.scan is None:
@@ -155,14 +159,6 @@ def _planned(reader: Reader, plan: ReadPlan, exchange: ReadExchange | None) -> I
             for read in reads:
                 yield from _grouped(reader, read, parts, steps)
             reader.bytes_needed += file.needed
-
-
-def _whole(fetch: DigestReader, exact: WholeChunks) -> Iterator[PlannedRead]:
-    groups, large = small_and_large(exact, fetch)
-    for group in groups:
-        yield _together(fetch, group, [exact.extents[i] for i in group.members])
-    for i in large:
-        yield from _stretches(fetch, exact.extents[i])
 
 
 def _rows(fetch: DigestReader, scan: ChunkScan, file: FilePlan) -> Iterator[PlannedRead]:

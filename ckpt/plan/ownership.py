@@ -122,7 +122,11 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
         members = of_layout.get(id(t.layout))
         if members is None:
             may_merge = merge_flat_shards and t.layout.is_flat  # some of a layout's tensors, and others not
-            grid = _flat_grid(t) if may_merge else None
+            grid = None
+            if may_merge and _is_whole(t):
+                grid = whole_grid(t.layout, t.shape, 0)
+            elif may_merge:
+                grid = row_grid(t.layout, t.shape, t.dtype.itemsize, settings.CHUNK, settings.UNDIVIDED)
             if grid is not None:
                 merged[_replica_group(t.layout), t.layout.splits[-1].over].append((t, grid))
                 continue
@@ -148,13 +152,6 @@ def assign(tensors: Iterable[TensorSpec], *, merge_flat_shards: bool = False) ->
 
 def _is_whole(t: TensorSpec) -> bool:
     return is_whole(t.layout, t.shape, t.dtype.itemsize, settings.UNDIVIDED)
-
-
-def _flat_grid(t: TensorSpec) -> FlatGrid | None:
-    """The grid that a flat tensor is merged to, if it is."""
-    if _is_whole(t):
-        return whole_grid(t.layout, t.shape, 0)
-    return row_grid(t.layout, t.shape, t.dtype.itemsize, settings.CHUNK, settings.UNDIVIDED)
 
 
 def _merged_rotations(members: Sequence[tuple[TensorSpec, FlatGrid]]) -> Iterator[tuple[TensorSpec, FlatGrid, int]]:

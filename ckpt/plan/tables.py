@@ -180,7 +180,11 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
             if any(t.layout.coordinate(r) is not None for r in ranks):
                 claim.assignment = assignments[t.name]
     _join_stated(stated, claims, tables, problems, stored=stored)
-    aliases = _join_aliases(tables, claims, problems)
+    aliases: dict[str, str] = {}
+    for _, table in tables:
+        for name, target in table.aliases.items():
+            if aliases.setdefault(name, target) != target or name in claims:
+                problems.append(f"tensor {name}: tied to {target} on some ranks only")
     if problems:
         raise ConsistencyError(
             _list_problems("the ranks do not agree", problems),
@@ -275,15 +279,6 @@ def _report_difference(
         f"{ranks_text(mine)} and {ranks_text(theirs)} both claim tensor {other.name} {Box.whole(other.shape)}: stored twice",
         hint=f"{stage_rule(other.name, layouts, names, everyone)}; if the ranks have different values, use ckpt.PerRank",
     )
-
-
-def _join_aliases(tables: Sequence[tuple[Sequence[int], Table]], claims: Mapping[str, _Claim], problems: list[str]) -> dict[str, str]:
-    aliases: dict[str, str] = {}
-    for _, table in tables:
-        for name, target in table.aliases.items():
-            if aliases.setdefault(name, target) != target or name in claims:
-                problems.append(f"tensor {name}: tied to {target} on some ranks only")
-    return aliases
 
 
 def _check_present(claims: Mapping[str, _Claim], tables: Sequence[tuple[Sequence[int], Table]]) -> None:

@@ -91,7 +91,8 @@ def split(view: LogicalTensor, axis: int, sizes: Sequence[int]) -> list[LogicalT
     if sum(sizes) != view.shape[axis]:
         raise UsageError(f"parts of {list(sizes)} do not make up axis {axis} of shape {list(view.shape)}")
     cuts = np.cumsum([0, *sizes]).tolist()
-    return [part(view, _along(view.shape, axis, a, b)) for a, b in pairwise(cuts)]
+    rank, (before, after) = len(view.shape), (view.shape[:axis], view.shape[axis + 1 :])
+    return [part(view, Box(_unit(rank, axis, a), (*before, b - a, *after))) for a, b in pairwise(cuts)]
 
 
 def concat(views: Sequence[LogicalTensor], axis: int) -> LogicalTensor:
@@ -224,11 +225,6 @@ def _inserted(values: tuple[_T, ...], at: int, value: _T) -> tuple[_T, ...]:
 
 def _unit(rank: int, axis: int, value: int) -> tuple[int, ...]:
     return tuple(value if i == axis else 0 for i in range(rank))
-
-
-def _along(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
-    rank = len(shape)
-    return Box(_unit(rank, axis, start), tuple(stop - start if i == axis else s for i, s in enumerate(shape)))
 
 
 def _equal(size: int, groups: int) -> list[int]:

@@ -6,7 +6,7 @@ that the plan depends on is the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -306,13 +306,9 @@ def chunks_of(assignments: Mapping[str, ChunkAssignment], rank: int) -> list[Chu
     """The chunks that a rank writes, in the order in which every rank lists them."""
     # Grouped by distinct assignment: a model has thousands of tensors and a dozen grids, and only the search in a
     # grid grows with the number of ranks.
-    written = {id(o): [(i, o.box(i)) for i in o.written_by(rank)] for o in _distinct(assignments)}
+    distinct = {id(o): o for o in assignments.values()}
+    written = {key: [(i, o.box(i)) for i in o.written_by(rank)] for key, o in distinct.items()}
     return [Chunk(name, i, box) for name in sorted(assignments) for i, box in written[id(assignments[name])]]
-
-
-def _distinct(assignments: Mapping[str, ChunkAssignment]) -> Collection[ChunkAssignment]:
-    """Tensors that are cut and dealt alike share a grid; to look for a rank in it takes as long as it has chunks."""
-    return {id(o): o for o in assignments.values()}.values()
 
 
 def specs_of(chunks: Sequence[Chunk], tensors: Mapping[str, TensorSpec]) -> list[ChunkSpec]:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt.errors import LayoutError, UsageError
 
@@ -72,7 +72,11 @@ class Layout:
     ) -> None:
         if isinstance(rules, Mapping):
             rules = list(rules.items())
-        _check_rules(rules)
+        for rule in rules:
+            if not isinstance(rule, (tuple, list)) or not rule or not isinstance(rule[0], str):
+                raise LayoutError(
+                    f"not a rule: {rule!r}", hint='a rule is a tuple of a glob and placements: ("*.wq.weight", Shard(0, "tp"))'
+                )
         self.mesh: Mesh = Mesh.of(mesh)
         self.meshes: dict[str, Mesh] = {name: Mesh.of(sizes) for name, sizes in (meshes or {}).items()}
         self.rules: list[tuple[str, tuple[Placement, ...]]] = [(rule[0], tuple(rule[1:])) for rule in rules]
@@ -123,7 +127,9 @@ class Layout:
     def _place(self, name: str, local_shape: tuple[int, ...], rank: int) -> ResolvedShard:
         if rank not in self.mesh.ranks:
             raise LayoutError(f"the rank is not in the layout's mesh {self.mesh}")
-        placements = self._rule(name)
+        placements = next((placements for glob, placements in self.rules if fnmatchcase(name, glob)), None)
+        if placements is None:
+            raise LayoutError("no rule of the layout matches", hint='add a rule, or ("*", Replicate()) as the last one')
         stored, numbers = self._renumber(name, rank)
         mesh_names = [p.mesh_name() for p in placements] + [n.rule.mesh for n in numbers]
         mesh = self._mesh(next((mesh_name for mesh_name in mesh_names if mesh_name), None))
@@ -131,7 +137,10 @@ class Layout:
         splits = tuple(split for p in placements if (split := p.as_split()) is not None)
         layout = TensorLayout(mesh, splits, at)
         shape = _global_shape(placements, layout, local_shape)
-        logical = _logical(placements, shape)
+        logical: tuple[int, ...] | None = None
+        for p in placements:
+            real = p.real_shape(shape if logical is None else logical)
+            logical = logical if real is None else real
         if layout.coordinate(rank) is None:
             raise _not_here(layout)
         wanted = layout.local_shape(shape, rank)
@@ -161,12 +170,6 @@ class Layout:
         if staged.coordinate(rank) is None:
             raise _not_here(staged, f"tensor {name}, rank {rank}")
         return staged
-
-    def _rule(self, name: str) -> tuple[Placement, ...]:
-        for glob, placements in self.rules:
-            if fnmatchcase(name, glob):
-                return placements
-        raise LayoutError("no rule of the layout matches", hint='add a rule, or ("*", Replicate()) as the last one')
 
     def _renumber(self, name: str, rank: int) -> tuple[str, list[_Number]]:
         numbers = []
@@ -229,12 +232,6 @@ def check_layout(layout: object, ranks: Sequence[int]) -> None:
     layout.check_ranks(ranks)
 
 
-def _check_rules(rules: Sequence[Any]) -> None:
-    for rule in rules:
-        if not isinstance(rule, (tuple, list)) or not rule or not isinstance(rule[0], str):
-            raise LayoutError(f"not a rule: {rule!r}", hint='a rule is a tuple of a glob and placements: ("*.wq.weight", Shard(0, "tp"))')
-
-
 def _not_here(layout: TensorLayout, where: str | None = None) -> LayoutError:
     hint = "correct the rule's Stage, such as Stage(\"pp\", (0, -1)) for both ends, or take the tensor out of this rank's state"
     return LayoutError(f"the layout has it on {dict(layout.at)} only, where this rank is not", where=where, hint=hint)
@@ -256,14 +253,6 @@ def _global_shape(placements: tuple[Placement, ...], layout: TensorLayout, shape
         if p.as_split() is None:
             shape = p.global_shape(shape, layout.mesh)
     return shape
-
-
-def _logical(placements: tuple[Placement, ...], shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    logical = None
-    for p in placements:
-        real = p.real_shape(shape if logical is None else logical)
-        logical = logical if real is None else real
-    return logical
 
 
 # Which rule of a layout makes one tensor of those that the ranks of several stages each claim. Pure.

@@ -74,7 +74,10 @@ class Mesh:
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Place of a rank in the mesh, or None if it is not in it."""
-        number = _number(self.ranks, rank)
+        if isinstance(self.ranks, range):
+            number = rank - self.ranks.start if rank in self.ranks else None
+        else:  # a tuple would be searched from its start for each rank of it
+            number = _numbers(self.ranks).get(rank)
         if number is None:
             return None
         where = []
@@ -110,14 +113,6 @@ def _is_slice(mesh: Mesh, wide: Mesh, rank: int) -> bool:
     left = wide.array()[tuple(slice(None) if name in mesh.names else at for name, at in zip(wide.names, where, strict=True))]
     kept = [name for name in wide.names if name in mesh.names]
     return bool(np.array_equal(left.transpose([kept.index(name) for name in mesh.names]), mesh.array()))
-
-
-def _number(ranks: range | tuple[int, ...], rank: int) -> int | None:
-    """The first place of a rank in a list of them."""
-    # A tuple would be searched from its start for each rank of it.
-    if isinstance(ranks, range):
-        return rank - ranks.start if rank in ranks else None
-    return _numbers(ranks).get(rank)
 
 
 def coordinates(meshes: Iterable[Mesh], rank: int) -> dict[str, int]:

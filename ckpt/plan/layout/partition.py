@@ -340,7 +340,7 @@ def boxes_of_view(shape: tuple[int, ...], view: StridedView, beside: StridedView
     if not view.is_within(math.prod(shape)):
         return None
     strides = row_major_strides(shape)
-    start = _start(shape, strides, view.offset)
+    start = [view.offset // stride % size for size, stride in zip(shape, strides, strict=True)]
     walks = _divided(shape, strides, start, view, beside)
     if walks is None:
         return None
@@ -364,11 +364,6 @@ def boxes_of_view(shape: tuple[int, ...], view: StridedView, beside: StridedView
         sizes = tuple(side.count for side in sides)
         boxes.append((Box(tuple(offset), sizes), StridedView(sizes, tuple(side.beside for side in sides), there)))
     return boxes
-
-
-def _start(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> list[int]:
-    """The coordinates of the element at ``offset``."""
-    return [offset // stride % size for size, stride in zip(shape, strides, strict=True)]
 
 
 def _divided(
