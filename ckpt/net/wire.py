@@ -162,7 +162,7 @@ class Channel:
         self.alive()
         if time.monotonic() - self._moved > self.timeout:
             raise DeadlineError(
-                f"{self.peer} {what} for {self.timeout:g} s", hint="look whether it died or hangs; a larger Job(timeout=) waits longer"
+                f"{self.peer} {what} for {round(self.timeout, 1):g} s", hint="look whether it died or hangs; a larger Job(timeout=) waits longer"
             )
 
 

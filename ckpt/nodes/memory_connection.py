@@ -165,8 +165,11 @@ def make_private(path: Path) -> None:
     check_private(path)
 
 
-def check_private(path: Path, hint: str = "remove it, or choose another one, and start again") -> None:
+def check_private(path: Path, hint: str | None = None) -> None:
     seen = path.lstat()
+    if hint is None:
+        own = stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.getuid()
+        hint = f"{'run `chmod 700` on it' if own else 'remove it'}, or choose another one, and start again"
     if stat.S_ISLNK(seen.st_mode) or seen.st_uid != os.getuid() or seen.st_mode & 0o077:
         raise AccessError(
             f"others than this account can reach it (owner {seen.st_uid}, mode {stat.S_IMODE(seen.st_mode):o})", where=str(path), hint=hint

@@ -463,5 +463,5 @@ def _warn_of_copies(module: torch.nn.Module, parts: ModuleTensors, path: str, wa
 
 def _named(path: str) -> str:
     if not path:
-        raise StateError("the state is a single tensor without a name", hint='pass a mapping: {"name": tensor}')
+        raise StateError("a tensor of the state has no name", hint='pass a mapping, with a name for each tensor: {"name": tensor}')
     return path
