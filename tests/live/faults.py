@@ -275,8 +275,8 @@ def _flipping(fault: Fault, job: str) -> Iterator[None]:
         return
     inner, flipped = Channel.receive_into, []
 
-    def receive_into(channel: Channel, view: memoryview) -> None:
-        inner(channel, view)
+    def receive_into(channel: Channel, view: memoryview, *, stranger: bool = False) -> None:
+        inner(channel, view, stranger=stranger)
         if len(view) > 100_000 and not flipped:
             view[len(view) // 2] ^= 4
             flipped.append(view.nbytes)

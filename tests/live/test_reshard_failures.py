@@ -220,6 +220,7 @@ def kept_between_reshards() -> list[str]:
         problems += [f"{known.served} are served in turn {turn}"] if known.served else []
     if (len(servers), len(clients)) != ((3, 0) if old else (1, 6)):
         problems.append(f"{len(servers)} servers, {len(clients)} connections")
+    dist.barrier()  # who is through closes its connections, which others still count
     del known, job, servers, clients
     dist.destroy_process_group(group)
     del group
