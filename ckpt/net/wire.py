@@ -161,9 +161,8 @@ class Channel:
     def _wait(self, what: str) -> None:
         self.alive()
         if time.monotonic() - self._moved > self.timeout:
-            raise DeadlineError(
-                f"{self.peer} {what} for {round(self.timeout, 1):g} s", hint="look whether it died or hangs; a larger Job(timeout=) waits longer"
-            )
+            message = f"{self.peer} {what} for {round(self.timeout, 1):g} s"
+            raise DeadlineError(message, hint="look whether it died or hangs; a larger Job(timeout=) waits longer")
 
 
 def dial(
