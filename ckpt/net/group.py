@@ -99,7 +99,9 @@ def warn_if_others_are_missing(group: Group) -> None:
     if not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():
         _warned.append(size)
         log.warning(
-            "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves alone, as if it were the only one", size
+            "WORLD_SIZE is %s, but torch.distributed is not initialized: this process saves alone, as if it were the only one; "
+            "call torch.distributed.init_process_group() first",
+            size,
         )
 
 

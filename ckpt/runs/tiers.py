@@ -357,7 +357,8 @@ def _list(known: KnownSteps, root: str) -> list[Step]:
     if any(s.url == root and (s.committed or s.damaged) for s in steps):
         parent = root.rstrip("/").rpartition("/")[0]
         hint = f"give the directory that holds the steps: {parent}" if parent else "give the directory that holds the steps"
-        raise UsageError("this is a checkpoint, not a run", where=root, hint=hint)
+        by_mistake = "if it was saved onto a run by mistake, move its checkpoint.json, data and index-* out: the steps are still there"
+        raise UsageError("this is a checkpoint, not a run", where=root, hint=f"{hint}; {by_mistake}")
     return steps
 
 

@@ -392,6 +392,21 @@ def test_what_is_closed_saves_and_restores_nothing(tmp_path: Path, nodes: bool) 
             call()
 
 
+def test_what_a_save_onto_a_run_says_brings_its_steps_back(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(4)}
+    with ckpt.Checkpointer(tmp_path) as c:
+        c.save(10, state)
+    ckpt.save(tmp_path, {"w": torch.ones(4)})
+    with pytest.raises(UsageError, match=r"(?s)not a run.*move its checkpoint.json, data and index-\* out"):
+        ckpt.Checkpointer(tmp_path).restore(state)
+    for path in [tmp_path / "checkpoint.json", tmp_path / "data", *tmp_path.glob("index-*")]:
+        path.rename(tmp_path.parent / f"{tmp_path.name} {path.name}")
+    state["w"].fill_(2)
+    with ckpt.Checkpointer(tmp_path) as c:
+        assert c.restore(state) == 10
+    assert torch.equal(state["w"], torch.zeros(4))
+
+
 @pytest.mark.parametrize("name", ["step-00000003", "final"])
 def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
     url = str(tmp_path / name)
