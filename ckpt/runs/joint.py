@@ -155,7 +155,9 @@ class JointRun:
                     return True
         there = seen.joined if seen is not None else {}
         absent = [name for name in self.members if name not in there]
-        behind = [name for name, a in there.items() if a.state == "joined"] or [n for n, a in there.items() if a.state != "ready" and not absent]
+        behind = [name for name, a in there.items() if a.state == "joined"]
+        if not absent and not behind:
+            behind = [name for name, a in there.items() if a.state != "ready"]
         what = "end the restore" if generation.step is None else f"load step {generation.step}"
         late = [f"{', '.join(names)} did not {do}" for names, do in ((absent, "begin to restore"), (behind, what)) if names]
         raise ConflictError(
