@@ -10,7 +10,9 @@ import re
 import shlex
 import shutil
 import traceback
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -65,6 +67,10 @@ def run_guides(pipe: Connection, guides: list[Path], folder: Path) -> None:
             (folder / guide.stem).mkdir()
             os.chdir(folder / guide.stem)
             assert run_guide(guide)
+            if guide.stem == "preemption":  # a second time, it resumes
+                with redirect_stdout(StringIO()) as text:
+                    run_guide(guide)
+                assert text.getvalue() == "resumed from 3, saved 6\n"
         pipe.send({guide.stem for guide in guides})
     except BaseException:  # noqa: BLE001  the test shows it
         pipe.send(traceback.format_exc())
