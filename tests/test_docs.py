@@ -346,8 +346,10 @@ def test_classes_of_errors_exist() -> None:
 # --------------------------------------------------------------------------------------------------------------------- API
 
 
-def test_the_pages_of_the_api_have_every_public_name() -> None:
+def test_the_pages_of_the_api_have_every_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_BUILDER", "c0ffee")
     module = load_script("generated_pages", DOCS / "generated_pages.py")
+    assert [path for path, text in module.pages().items() if re.search("c0ffee| at 0x|" + re.escape(str(ROOT)), text)] == []
     listed = {name for _, _, _, names in module.MODULES for name in names}
     assert set(ckpt.__all__) - listed - {*ckpt.FACES, "CkptError", "__version__"} == set()
     for path, _, _, names in module.MODULES:
@@ -362,5 +364,6 @@ def test_the_page_of_commands_has_every_option() -> None:
         seen.add(name.split()[0])
         options = {option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts}
         general = {"--json", "-q", "--quiet", "-v", "--verbose", "--color"}
+        assert "|---|---|\n\n" not in section, "a table without rows"
         assert "```sh\n" in section and [option for option in options - general if option not in section] == []
     assert seen == set(COMMANDS)
