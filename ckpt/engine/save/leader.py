@@ -22,11 +22,11 @@ from typing import NamedTuple
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, ConsistencyError, StateError
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_no_run, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
 from ckpt.formats.native.datafile import name_problem
 from ckpt.formats.native.index import IndexCache
-from ckpt.formats.native.paths import data_number, id_of
+from ckpt.formats.native.paths import data_number, id_of, step_number
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call, grouped, grouped_parts
@@ -154,6 +154,9 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
+        url, name = self.backend.url, self.backend.url.rpartition("/")[2]
+        if self.previous is None and (step_number(name) is None or name.isdigit()):  # a step of a run costs no listing
+            check_no_run(self.backend, f"name another directory, such as {url}/final, or save with ckpt.Checkpointer({url!r})")
         self.replaced = id_replaced(self.previous, self.call.url)
         earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
         self.id = new_id(self.replaced, earlier, *(b.id for b in self.branches))
