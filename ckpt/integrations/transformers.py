@@ -316,9 +316,12 @@ class CheckpointCallback(TrainerCallback):
     def load_best_model(self) -> None:
         """In place of ``Trainer._load_best_model``."""
         self.running.wait()
-        step = _step_of(self.trainer.state.best_model_checkpoint)
+        url = self.trainer.state.best_model_checkpoint
+        if (step := _step_of(url)) is None:
+            self._own["_load_best_model"]()
+            return
         part = self.options.get("only")
-        only = "model.*" if part is None else [name for name in open_view(self.running.url(step)) if name.startswith("model.")]
+        only = "model.*" if part is None else [name for name in open_view(url) if name.startswith("model.")]
         self.running.restore({"model": self.trainer.model}, step=step, only=only)
 
     def _from(self, given: Any) -> str | None:
