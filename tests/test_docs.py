@@ -10,7 +10,9 @@ import re
 import shlex
 import shutil
 import traceback
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -65,6 +67,10 @@ def run_guides(pipe: Connection, guides: list[Path], folder: Path) -> None:
             (folder / guide.stem).mkdir()
             os.chdir(folder / guide.stem)
             assert run_guide(guide)
+            if guide.stem == "preemption":  # a second time, it resumes
+                with redirect_stdout(StringIO()) as text:
+                    run_guide(guide)
+                assert text.getvalue() == "resumed from 3, saved 6\n"
         pipe.send({guide.stem for guide in guides})
     except BaseException:  # noqa: BLE001  the test shows it
         pipe.send(traceback.format_exc())
@@ -340,8 +346,10 @@ def test_classes_of_errors_exist() -> None:
 # --------------------------------------------------------------------------------------------------------------------- API
 
 
-def test_the_pages_of_the_api_have_every_public_name() -> None:
+def test_the_pages_of_the_api_have_every_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_BUILDER", "c0ffee")
     module = load_script("generated_pages", DOCS / "generated_pages.py")
+    assert [path for path, text in module.pages().items() if re.search("c0ffee| at 0x|" + re.escape(str(ROOT)), text)] == []
     listed = {name for _, _, _, names in module.MODULES for name in names}
     assert set(ckpt.__all__) - listed - {*ckpt.FACES, "CkptError", "__version__"} == set()
     for path, _, _, names in module.MODULES:
@@ -356,5 +364,6 @@ def test_the_page_of_commands_has_every_option() -> None:
         seen.add(name.split()[0])
         options = {option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts}
         general = {"--json", "-q", "--quiet", "-v", "--verbose", "--color"}
+        assert "|---|---|\n\n" not in section, "a table without rows"
         assert "```sh\n" in section and [option for option in options - general if option not in section] == []
     assert seen == set(COMMANDS)

@@ -18,9 +18,9 @@ from ckpt import settings, units
 from ckpt.concurrency import imap_unordered
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file, replacement_noticed
-from ckpt.formats.native.clearing import check_free, check_no_link, check_there, claim, resume
+from ckpt.formats.native.clearing import check_free, check_no_link, check_no_run, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
-from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
+from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path
 from ckpt.formats.native.writer import CheckpointJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.checks import read_checked
@@ -221,10 +221,8 @@ class Transfer:
         check_no_link(self.target)
         data = read_record(self.target)
         if data is None:
-            steps = [n for n in self.target.list_dir() if n.endswith("/") and step_number(n) is not None]
-            if steps:
-                hint = f"name the step's own URL, such as {self.target.url}/{steps[-1].rstrip('/')}-copy; `ckpt cp SRC DST/` keeps its name"
-                raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
+            hint = f"name the copy's own URL, such as {self.target.url}/copy; `ckpt cp SRC DST/` keeps the name of the step"
+            check_no_run(self.target, hint)
             if not replace:  # a job publishes beside what its user keeps there
                 check_free(self.target, "copy")
             return False

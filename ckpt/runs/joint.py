@@ -154,10 +154,14 @@ class JointRun:
                 elif set(states.values()) == {"ready"}:
                     return True
         there = seen.joined if seen is not None else {}
-        awaited = [name for name in self.members if name not in there or there[name].state == "joined"]
-        late = [name for name in self.members if name not in there or there[name].state != "ready"]
+        absent = [name for name in self.members if name not in there]
+        behind = [name for name, a in there.items() if a.state == "joined"]
+        if not absent and not behind:
+            behind = [name for name, a in there.items() if a.state != "ready"]
+        what = "end the restore" if generation.step is None else f"load step {generation.step}"
+        late = [f"{', '.join(names)} did not {do}" for names, do in ((absent, "begin to restore"), (behind, what)) if names]
         raise ConflictError(
-            f"{', '.join(awaited or late)} did not load step {generation.step} within {self.timeout:g} s",
+            f"{' and '.join(late)} within {self.timeout:g} s",
             where=self.root,
             hint="start all members of the run; Job(timeout=) says how long they wait for each other",
         )

@@ -34,8 +34,9 @@ from .paths import (
     others_files,
     owner_of,
     split_url,
+    step_number,
 )
-from .virtual import decode_sources
+from .virtual import GENERATION_PATH, decode_sources
 
 log = logging.getLogger("ckpt")
 
@@ -85,6 +86,14 @@ def check_free(backend: Backend, what: str) -> None:
     if others:
         hint = f"{what} to another URL, such as a new directory in this one"
         raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
+
+
+def check_no_run(backend: Backend, hint: str) -> None:
+    """That no committed steps lie right below the root of ``backend``, where no checkpoint is: one there would hide them."""
+    names = backend.list_dir()
+    steps = [name for name in names if name.endswith("/") and step_number(name) is not None]
+    if GENERATION_PATH in names or any(is_there(backend, f"{step}{COMMIT_PATH}") for step in steps):
+        raise UsageError("this is a run, not a place for one checkpoint", where=backend.url, hint=hint)
 
 
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> CommitRecord | None:

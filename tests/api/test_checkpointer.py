@@ -392,11 +392,38 @@ def test_what_is_closed_saves_and_restores_nothing(tmp_path: Path, nodes: bool) 
             call()
 
 
-def test_what_a_save_onto_a_run_says_brings_its_steps_back(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(4)}
-    with ckpt.Checkpointer(tmp_path) as c:
+@pytest.mark.parametrize("member", [None, ckpt.Member("actor", of=("actor",))], ids=["run", "joint"])
+@pytest.mark.parametrize("save", [ckpt.save, lambda url, state: ckpt.save_async(url, state).result(60)], ids=["save", "save_async"])
+def test_a_save_onto_a_run_is_refused(tmp_path: Path, save: Any, member: ckpt.Member | None) -> None:
+    state, root = {"w": torch.zeros(4)}, tmp_path / "4711"  # a run may be named as a number
+    with ckpt.Checkpointer(root, member=member) as c:
+        c.restore(state)
         c.save(10, state)
+    before = sorted(root.rglob("*"))
+    with pytest.raises(UsageError, match="(?s)this is a run, not a place for one checkpoint.*/4711/final"):
+        save(root, {"w": torch.ones(4)})
+    assert sorted(root.rglob("*")) == before
+    save(root / "final", state)
+    with ckpt.Checkpointer(root, member=member) as c:
+        assert c.restore(state) == 10
+
+
+def test_a_save_beside_directories_that_are_no_checkpoints_is_none_onto_a_run(tmp_path: Path) -> None:
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "loss.txt").write_text("0.1")
+    ckpt.save(tmp_path, {"w": torch.zeros(4)})
     ckpt.save(tmp_path, {"w": torch.ones(4)})
+    loaded = {"w": torch.zeros(4)}
+    ckpt.load(tmp_path, loaded)
+    assert torch.equal(loaded["w"], torch.ones(4))
+
+
+def test_what_the_error_of_a_checkpoint_above_a_run_says_brings_its_steps_back(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(4)}
+    ckpt.save(tmp_path, {"w": torch.ones(4)})
+    with ckpt.Checkpointer(tmp_path / "new") as c:
+        c.save(10, state)
+    (tmp_path / "new" / "step-00000010").rename(tmp_path / "step-00000010")
     with pytest.raises(UsageError, match=r"(?s)not a run.*move its checkpoint.json, data and index-\* out"):
         ckpt.Checkpointer(tmp_path).restore(state)
     for path in [tmp_path / "checkpoint.json", tmp_path / "data", *tmp_path.glob("index-*")]:

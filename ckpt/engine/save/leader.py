@@ -12,6 +12,7 @@ encodes only what has changed: digests and sizes of files (``Tables.index``).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import NamedTuple
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, ConsistencyError, StateError
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_no_run, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
 from ckpt.formats.native.datafile import name_problem
 from ckpt.formats.native.index import IndexCache
@@ -43,6 +44,7 @@ from .replicas import compare_replicas
 
 log = logging.getLogger("ckpt")
 
+_STEP_OF_A_RUN = re.compile(r"/step-[0-9]{8,}$")
 KEPT = 2
 
 
@@ -154,6 +156,9 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
+        if self.previous is None and not _STEP_OF_A_RUN.search(self.backend.url):  # a Checkpointer's save costs no listing
+            url = self.backend.url
+            check_no_run(self.backend, f"name another directory, such as {url}/final, or save with ckpt.Checkpointer({url!r})")
         self.replaced = id_replaced(self.previous, self.call.url)
         earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
         self.id = new_id(self.replaced, earlier, *(b.id for b in self.branches))
