@@ -122,8 +122,7 @@ def without_addresses(value: Any) -> Any:
         return value
     parts = list[bytes]()
     for (opcode, argument, start), end in zip(opcodes, [*(at for _, _, at in opcodes[1:]), len(data)], strict=True):
-        name = _ONE_STORAGE.search(argument) if isinstance(argument, bytes) else None
-        if name is not None:
+        if isinstance(argument, bytes) and (name := _ONE_STORAGE.search(argument)) is not None:
             storage = argument.replace(name[1], b"X\1\0\0\0" + b"0", 2)  # where it is referred to, and in the list: both before the data
             parts.append(b"\x8e" + len(storage).to_bytes(8, "little") + storage)  # BINBYTES8
         elif opcode != "FRAME":  # which gives a length, and may be left out
