@@ -76,7 +76,7 @@ class Checkpointer:
         publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
             the timeout of ``job``.
         give_up_after: how many saves in a row the storage has to fail before the failure is raised. Until then training goes on: each
-            failed save is a warning in the log and an event, and the policy decides when the next one is due. A save that succeeds ends the
+            failed save is an error in the log and an event, and the policy decides when the next one is due. A save that succeeds ends the
             row. So it is with what :meth:`wait` cannot publish. :meth:`close` raises if the last save failed. Other errors are raised at
             once.
         on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
@@ -595,7 +595,7 @@ class Checkpointer:
         if error is None and self._options.reusable:
             saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
         self._bases.ended(saved)
-        return self._failed_saves.count(f"the save of {handle.url} failed", error)
+        return self._failed_saves.count(f"the save of {handle.url} failed", error, level=logging.INFO)  # the save itself has warned
 
     def _save_failed(self, error: BaseException) -> None:
         # Where training goes on, the step counts as dealt with: else the next ones would try in vain, one after the other.

@@ -133,10 +133,11 @@ class CheckpointJournal(WriteJournal):
                 try:
                     self.backend.put_if(COMMIT_PATH, record, expected=expected)
                     break
-                except ConflictError:
+                except ConflictError as err:
                     there = read_record(self.backend)
                     if there == expected or there not in (None, self.previous):
-                        raise
+                        hint = "let one job save here; the ranks of one job call torch.distributed.init_process_group() before they save"
+                        raise ConflictError(f"another save was first here: {err.message}", where=err.where, hint=hint) from err
                     expected = there  # gone, or put back by whoever removed it, as others refer to it
             self.previous = expected
         except BaseException as err:

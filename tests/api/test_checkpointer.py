@@ -445,6 +445,17 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
             assert str(tmp_path) in str(raised.value.hint)
 
 
+@pytest.mark.parametrize("root", ["{}", "file://{}", "{}/run"])
+@pytest.mark.parametrize("which", ["root", "local"])
+def test_a_file_is_no_run(tmp_path: Path, root: str, which: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    where = {"root": str(tmp_path / "run"), which: root.format(file)}
+    with pytest.raises(UsageError, match="a run is a directory, and this is a file") as raised:
+        ckpt.Checkpointer(**where)  # type: ignore[arg-type]
+    assert raised.value.where == str(file) and list(tmp_path.iterdir()) == [file]
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

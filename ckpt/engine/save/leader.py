@@ -12,7 +12,6 @@ encodes only what has changed: digests and sizes of files (``Tables.index``).
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_no_run,
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
 from ckpt.formats.native.datafile import name_problem
 from ckpt.formats.native.index import IndexCache
-from ckpt.formats.native.paths import data_number, id_of
+from ckpt.formats.native.paths import data_number, id_of, step_number
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
 from ckpt.net.call import Call, grouped, grouped_parts
@@ -44,7 +43,6 @@ from .replicas import compare_replicas
 
 log = logging.getLogger("ckpt")
 
-_STEP_OF_A_RUN = re.compile(r"/step-[0-9]{8,}$")
 KEPT = 2
 
 
@@ -156,8 +154,8 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
-        if self.previous is None and not _STEP_OF_A_RUN.search(self.backend.url):  # a Checkpointer's save costs no listing
-            url = self.backend.url
+        url, name = self.backend.url, self.backend.url.rpartition("/")[2]
+        if self.previous is None and (step_number(name) is None or name.isdigit()):  # a step of a run costs no listing
             check_no_run(self.backend, f"name another directory, such as {url}/final, or save with ckpt.Checkpointer({url!r})")
         self.replaced = id_replaced(self.previous, self.call.url)
         earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
