@@ -297,5 +297,5 @@ def test_the_tables_of_the_commands_fit(run_root: Path, command: str) -> None:
 
 
 def test_columns_wins_over_the_terminal(run_root: Path) -> None:
-    assert "…" in on_a_terminal("ls", str(run_root), columns=300, COLUMNS="40")
+    assert "…" in on_a_terminal("ls", str(run_root), columns=300, COLUMNS="28")
     assert "…" not in on_a_terminal("ls", str(run_root), columns=300)
