@@ -212,6 +212,7 @@ def test_inspect_state(run_root: Path) -> None:
     assert ckpt("inspect", "-q", "--state", run_root / "step-5", "sampler.*").stdout.split() == ["sampler.seed"]
     found = document(ckpt("inspect", "--json", "--state", run_root / "step-5"))
     assert (found["state"], found["ranks"]) == (STATE, {"1": RANKS[1]})
+    assert ckpt("inspect", "--state", "--files", run_root / "step-10").exit_code == 2
 
 
 def test_inspect_values_without_tensors(tmp_path: Path) -> None:
