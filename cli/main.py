@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from keyword import iskeyword
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -87,7 +87,7 @@ A URL is a path or scheme://… . Every command takes --json, -q, -v and --color
 class Commands(CommandGroup):
     """A group that imports a command only to run it, and that ends with the exit codes of docs/cli.md."""
 
-    elsewhere = dict(pair.split(":") for pair in _ELSEWHERE.split())
+    elsewhere: ClassVar[Mapping[str, str]] = dict(pair.split(":") for pair in _ELSEWHERE.split())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

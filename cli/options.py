@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -216,7 +216,7 @@ class UnknownName(click.UsageError):
 class CommandGroup(click.Group):
     """Options may stand before the name of a command, a wrong name has a suggestion, and no name at all is a question for help."""
 
-    elsewhere: Mapping[str, str] = {}
+    elsewhere: ClassVar[Mapping[str, str]] = {}
     """What other tools call a command → its name."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
