@@ -239,7 +239,7 @@ def tag(url: str, tags: tuple[str, ...], *, delete: bool, output: Output) -> Non
         raise UsageError("-d needs the TAGS to remove", hint=f"ckpt tag {url} lists them")
     odd = [tag for tag in tags if not tag or tag.split() != [tag]]
     if odd and not delete:  # there may be one of an earlier release
-        raise UsageError(f"{odd[0]!r} is no tag: a tag is a word without spaces", hint="give several tags as several arguments")
+        raise UsageError(f"{odd[0]!r} is not a tag: a tag is a word without spaces", hint="give several tags as several arguments")
     steps = list_steps(url)
     if not (steps and steps[0].members):
         open_catalog(url)  # so that a tag never keeps what cannot be opened

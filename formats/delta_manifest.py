@@ -160,7 +160,7 @@ def _relative(export: str, url: str) -> str:
 
 def _text(value: object) -> str:
     if type(value) is not str or not value or len(value) > 4096:
-        raise ValueError(f"{value!r:.80} is no text")
+        raise ValueError(f"{value!r:.80} is not text")
     return value
 
 

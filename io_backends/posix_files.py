@@ -76,7 +76,7 @@ def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError
     elif code in _NO_ACCESS:
         kind, hint = AccessError, "check owner and mode of the directories and whether the file system is mounted read-only"
     elif reading and code in _NOT_THERE:
-        kind, hint = NotFoundError, "check the URL; `ckpt ls` shows what is there"
+        kind, hint = NotFoundError, "check the URL; `ckpt ls` lists the checkpoints there"
     mapped = kind(f"cannot {doing}: {err.strerror or err}", where=where, hint=hint)
     mapped.errno = code
     return mapped
@@ -87,7 +87,7 @@ def regular_size(status: os.stat_result, file: str) -> int:
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     if stat.S_ISDIR(status.st_mode):
-        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` shows what is there")
+        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` lists the checkpoints there")
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
     raise CorruptError(f"cannot read: it is {kind}, not a file", where=file, hint="nothing was read from it; restore the file from a copy")
 

@@ -176,7 +176,7 @@ class Transfer:
         catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
-                f"only checkpoints in the format of ckpt that have files of their own can be copied; this is {catalog.format}",
+                f"only checkpoints in the format of ckpt that have all of their files can be copied; this is {catalog.format}",
                 where=source,
                 hint="convert it: `ckpt convert --to native`, or copy it with the tools of the storage",
             )

@@ -293,7 +293,7 @@ def check_arguments(**given: object) -> None:
         if isinstance(value, SavePolicy | KeepPolicy):
             other = "what to keep" if saves else "when to save"
             meant = f"keep={value!r}, and {name}=EverySteps(500)" if saves else f"save={value!r}"
-            raise UsageError(f"{name}= says {wanted}, but {value!r} is a policy of {other}", hint=meant)
+            raise UsageError(f"{name}= selects {wanted}, but {value!r} is a policy of {other}", hint=meant)
         number = isinstance(value, int) and not isinstance(value, bool) and value > 0
         call = "EverySteps" if saves else "Latest"
         meant = f"{name}={call}({value if number else 500 if saves else 3})"

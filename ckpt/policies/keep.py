@@ -49,7 +49,7 @@ class StepInfo:
         check_aware(self.created, f"the time at which step {self.step} was created")
         for name, value in self.metrics.items():
             if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > sys.float_info.max):
-                raise UsageError(f"metric {name!r} of step {self.step} is no float: {value!r}", hint="float(x) makes one of a tensor")
+                raise UsageError(f"metric {name!r} of step {self.step} is not a float: {value!r}", hint="float(x) makes one of a tensor")
         if not isinstance(self.tags, frozenset):
             raise UsageError(f"the tags of step {self.step} are a frozenset, not {self.tags!r}")
         for step in self.users:

@@ -234,7 +234,7 @@ class Checkpointer:
             if url != self.url(n):  # it had another name
                 return self._restore(state, None, BeginFrom(url, step=n), options, id="")
             if self._restore(state, n, None, options, id=id) is None:
-                raise NotFoundError(f"the save {id} of step {n} is not there", where=url, hint="`ckpt ls` shows what is there")
+                raise NotFoundError(f"the save {id} of step {n} is not there", where=url, hint="`ckpt ls` lists the checkpoints there")
             return n
 
         return self._joint.restore(load_own, step, members)

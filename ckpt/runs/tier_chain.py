@@ -381,7 +381,7 @@ def origin_of(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom |
     if begin_from is not None and step is not None:
         raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
     if options.get("dry_run"):
-        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
+        raise UsageError("restore loads, and continues from the loaded step", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
     return BeginFrom.of(begin_from) if begin_from is not None else None
 
 

@@ -322,7 +322,7 @@ def resharded(loader: Any) -> Callable[[Sequence[Any], int, int], Any] | None:
         if takes_up:
             loader.dataset.load_state_dict(loader.dataset.reshard(known, index, count))
         elif known:
-            raise StateError("the dataset has a state of its own, which cannot be split", hint="give the dataset a method reshard")
+            raise StateError("the dataset has its own state, which cannot be split", hint="give the dataset a method reshard")
         if isinstance(loader.batch_sampler, Batches):
             mains = [state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state for state in states]
             positions = {loader.batch_sampler.position_of(main["_sampler_iter_state"]) for main in mains}
@@ -406,7 +406,7 @@ class LoaderState(Compound):
             return {"own": _Own(self, state)}
         lacking = [key for key in self.shared if key not in state]
         if lacking:
-            raise UsageError(f"the loader's state has no {lacking[0]!r}, which is said to be shared", hint=f"its keys are {list(state)}")
+            raise UsageError(f"the loader's state has no {lacking[0]!r}, which is listed as shared", hint=f"its keys are {list(state)}")
         own = {key: value for key, value in state.items() if key not in self.shared}
         return {"shared": {key: state[key] for key in self.shared}, "own": _Own(self, own)}
 

@@ -288,7 +288,7 @@ def decode_planes(blob: memoryview, out: Bytes, itemsize: int) -> None:
     if version != _VERSION:
         raise FormatError(f"version {version} of planes-zstd is not known, only {_VERSION}", hint="use a newer release of this software")
     if planes != itemsize or zero or count not in BLOCK_ELEMENTS:
-        raise damaged(f"its header says {planes} planes, {count} elements in a block, and {zero}")
+        raise damaged(f"its header lists {planes} planes, {count} elements in a block, and {zero}")
     at = _HEADER.size
     for start in range(0, len(out), count * itemsize):
         at = _decode_block(blob, at, out[start : start + count * itemsize], itemsize)

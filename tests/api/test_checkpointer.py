@@ -252,8 +252,8 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
     [
         ((signal.SIGTERM, signal.SIGKILL), "cannot be watched"),
         ((signal.SIGTERM, "HUP"), "cannot be watched"),
-        (15, "are no numbers of signals"),
-        (lambda: (signal.SIGTERM,), "are no numbers of signals"),
+        (15, "are not numbers of signals"),
+        (lambda: (signal.SIGTERM,), "are not numbers of signals"),
     ],
 )
 def test_signals_that_cannot_be_watched_leave_the_others_as_they_were(tmp_path: Path, signals: Any, problem: str) -> None:

@@ -146,7 +146,7 @@ def test_layers_and_experts_that_are_not_there() -> None:
 
 
 def test_a_number_that_nothing_says() -> None:
-    with pytest.raises(UsageError, match="needs numbers of the model that nothing tells: kv_heads") as told:
+    with pytest.raises(UsageError, match="needs numbers of the model that are not given: kv_heads") as told:
         parse_translation(HEAD + ATTENTION, "t").views({f"l.0.{p}.bias": (8,) for p in "qkv"}, "rightwards")
     assert "--set kv_heads" in str(told.value)
 

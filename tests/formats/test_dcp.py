@@ -188,7 +188,7 @@ def test_items_as_safetensors_are_refused(tmp_path):
 
 def test_metadata_of_each_rank_are_refused(tmp_path):
     (tmp_path / "__0.metadata").write_bytes(b"x")
-    with pytest.raises(FormatError, match="every rank kept metadata"):
+    with pytest.raises(FormatError, match="every rank kept its own metadata"):
         open_catalog(str(tmp_path))
 
 

@@ -335,7 +335,7 @@ class EngineSink:
         """
         if self._recorded is None:
             hint = "take a version first, or give the checkpoint that the engine was started from"
-            raise UsageError("the names of the source are not known before the first take", where=self._sink.address, hint=hint)
+            raise UsageError("the names of the source are not known before the first take()", where=self._sink.address, hint=hint)
         return self._recorded
 
     @property

@@ -195,7 +195,7 @@ class Flat(BlockSplit):
                 if common is None:
                     continue
                 if common != part:
-                    raise LayoutError("Flat over Interleaved is not supported", hint="shard each fused part under a name of its own")
+                    raise LayoutError("Flat over Interleaved is not supported", hint="shard each fused part under its own name")
                 shift = tuple(g - o for g, o in zip(piece.box.offset, piece.local.offset, strict=True))
                 pieces.append(Piece(common.shifted(shift), Box((at,), (part.numel,))))
             at += part.numel
