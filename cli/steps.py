@@ -271,7 +271,7 @@ def rm(url: str, *, yes: bool, dry_run: bool, output: Output) -> None:
     """Show what removing the checkpoint at URL would free; with --yes, remove it. URL is on any storage.
 
     A checkpoint stays if it is tagged, if others of its run refer to its files or point into them, or if a part of a state needs it. Files
-    that are no part of the checkpoint stay, too. Of a symbolic link, only the link is removed.
+    that do not belong to the checkpoint stay, too. Of a symbolic link, only the link is removed.
 
     \b
     Example:

@@ -281,7 +281,7 @@ def convert(
         views: from the shapes of stored tensors to the tensors to make of them (``mapping.convention.translated``); filling becomes zeros.
         only, exclude: globs of new names.
         optimizer: take optimizers too (the default). ``hf`` never does.
-        dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
+        dtype: of floating-point tensors that do not belong to an optimizer: ``"bfloat16"`` and the like. By default as they are.
         root: the key of the state that has the model: for ``hf`` and ``megatron`` by default the only one with tensors, for
             ``torch_dist`` ``model``.
         skip: globs of stored names: these tensors are left out, and ``views`` does not see them.

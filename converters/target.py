@@ -43,7 +43,7 @@ _SAID_BY = {
 class MegatronParallel:
     """Ranks of tensor, pipeline and expert parallelism, and how many virtual stages each pipeline rank has.
 
-    ``arguments`` of the job, by their names in Megatron-LM's ``args``, go before what the source tells: ``transformer_impl``,
+    ``arguments`` of the job, by their names in Megatron-LM's ``args``, override those of the source: ``transformer_impl``,
     ``make_vocab_size_divisible_by``, ``decoder_first_pipeline_num_layers`` and the like.
 
     Raises:

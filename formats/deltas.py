@@ -360,7 +360,7 @@ def _links(backend: Backend, allowed: Sequence[str] | None) -> list[Link]:
         if manifest.id != base.id:
             _damaged(f"this delta follows version {base.id} of {base.url}, but {manifest.id} is there", above)
         if (manifest.number, manifest.anchor.id, manifest.tensors) != (after.number - 1, after.anchor.id, after.tensors):
-            _damaged(f"{base.url} is no delta of the same chain", above)
+            _damaged(f"{base.url} is not a delta of the same chain", above)
 
 
 def _read_manifest(backend: Backend) -> DeltaManifest:
@@ -441,7 +441,7 @@ def _entry(tensor: DeltaTensor, place: AnchorPlace, sections: TensorSections, fi
     for start, stop in sections.rows[:, [START, STOP]].tolist():
         of = flat_to_boxes(tensor.shape, start, stop)
         if len(of) != 1:
-            _damaged(f"a section of tensor {tensor.name} is no box of it: elements [{start}:{stop}]", url)
+            _damaged(f"a section of tensor {tensor.name} is not a box of it: elements [{start}:{stop}]", url)
         boxes += of
     grid, order = grid_of(tensor.name, tensor.shape, [(b.offset, b.shape) for b in boxes], [file] * len(boxes), url)
     size = tensor.dtype.itemsize

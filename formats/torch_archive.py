@@ -165,7 +165,7 @@ def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     except CkptError:  # some are an OSError or a ValueError, too; storage that fails is no damage
         raise
     except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as err:
-        _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is no zip archive", err)
+        _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is not a zip archive", err)
     return records
 
 

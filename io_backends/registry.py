@@ -65,9 +65,9 @@ _file: tuple[Any, dict[str, Configured]] = (None, {})
 
 
 def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
-    """Say how the storage at ``url`` and everything below it is reached. It holds in this process, for all calls, until it is said anew.
+    """Say how the storage at ``url`` and everything below it is reached. It holds in this process, for all calls, until it is set again.
 
-    Of several URLs that fit, the longest decides, alone. Without options and file system, what was said of ``url`` is forgotten. Each
+    Of several URLs that fit, the longest decides, alone. Without options and file system, the settings of ``url`` are removed. Each
     rank calls it for itself. Nothing of it is stored, sent to other ranks or logged.
 
     Args:

@@ -370,6 +370,16 @@ def test_the_pages_of_the_api_have_every_public_name(monkeypatch: pytest.MonkeyP
         assert [name for name in names if f"\n## {name}\n" not in module.pages()[path]] == []
 
 
+def test_the_pages_of_the_api_are_plain_english() -> None:
+    """Public docstrings and help texts, but for the interfaces of plug-ins."""
+    pages, found = load_script("generated_pages", DOCS / "generated_pages.py").pages(), []
+    for path in sorted(pages.keys() - {"api/io_backends.md", "api/formats.md", "api/converters.md"}):
+        text = re.sub(r"```.*?```|`[^`]*`", "", pages[path], flags=re.DOTALL)
+        for name in HEARD_IN_ERRORS:
+            found += [f"{path}: {m[0]}" for m in re.finditer(rf".{{0,30}}\b(?:{RIDDLES[name]})\b.{{0,20}}", text)]
+    assert found == []
+
+
 def test_the_page_of_commands_has_every_option() -> None:
     module = load_script("generated_pages", DOCS / "generated_pages.py")
     page, seen = module.pages()["commands.md"], set()

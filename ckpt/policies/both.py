@@ -121,7 +121,7 @@ def machine_deadline(environ: Mapping[str, str] = os.environ) -> datetime | None
     earliest of them, and None if no variable is set.
 
     Raises:
-        UsageError: a variable is no time.
+        UsageError: a variable is not a time.
     """
     times = []
     for name in VARIABLES:
@@ -147,7 +147,7 @@ class Before(SavePolicy):
         deadline: a datetime with a time zone, or seconds since 1970; :func:`machine_deadline` has that of the machines. None: never due.
 
     Raises:
-        UsageError: ``deadline`` is no such time, or ``reserve`` is negative.
+        UsageError: ``deadline`` is not such a time, or ``reserve`` is negative.
     """
 
     deadline: datetime | float | None
@@ -184,7 +184,7 @@ class Before(SavePolicy):
 
 
 class BothPolicy(SavePolicy, KeepPolicy):
-    """Says when to save, and what to keep."""
+    """Policies: when to save, and which checkpoints to keep."""
 
     __slots__ = ()
 
@@ -205,7 +205,7 @@ class EverySteps(BothPolicy):
     To save: due at those steps. To keep: of the checkpoints from each of those steps to the next, the first.
 
     Raises:
-        UsageError: ``n`` is less than 1, ``start`` less than 0, or one is no whole number.
+        UsageError: ``n`` is less than 1, ``start`` less than 0, or one is not a whole number.
     """
 
     needs_leader: ClassVar[bool] = False
@@ -357,7 +357,7 @@ def from_json(node: object) -> SavePolicy | KeepPolicy:
         UsageError: ``node`` is not such an object.
     """
     if not isinstance(node, Mapping) or not isinstance(node.get("policy"), str):
-        raise UsageError(f"{node!r} is no policy", hint='a policy is an object such as {"policy": "Latest", "n": 3}')
+        raise UsageError(f"{node!r} is not a policy", hint='a policy is an object such as {"policy": "Latest", "n": 3}')
     name, arguments = node["policy"], {key: value for key, value in node.items() if key != "policy"}
     if name not in _CLASSES and name != "AnyOf":
         raise UsageError(f"there is no policy {name!r}", hint=f"there are {', '.join([*_CLASSES, 'AnyOf'])}")

@@ -352,7 +352,7 @@ class BeginFrom:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredFrom:
-    """What :meth:`ckpt.Checkpointer.restore` has loaded; ``str`` of it says it in words.
+    """What :meth:`ckpt.Checkpointer.restore` has loaded; ``str`` has it in words.
 
     ``url``: a copy of it that any process can open; None if only this job can, since its files are spread over machines and the step is
     not at the root. ``sources``: the bytes of data files that this rank has read, by where they were: ``memory of this host``,

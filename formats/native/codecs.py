@@ -173,7 +173,7 @@ def unpack(frame: memoryview, size: int) -> Bytes:
         # Memory is taken only for a size that is expected. A frame of a few bytes can claim, and produce, gigabytes.
         says = zstandard.frame_content_size(frame)
         if says != size:  # before memory is taken for it
-            raise damaged(f"a zstd frame says that it has {says} bytes, where {size} belong")
+            raise damaged(f"a zstd frame announces {says} bytes, where {size} belong")
         data = tools().decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as err:
         raise damaged(f"a zstd frame cannot be decoded ({err})") from err

@@ -373,7 +373,7 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
     if not isinstance(ranks, dict) or not (ranks or members.get("groups")):
         _damaged("it has no ranks", where)
     if any(isinstance(row, dict) and isinstance(row.get("spans"), str) for row in ranks.values()):
-        _damaged("the spans of a rank are no columns", where)  # ranks send them so, but they are not kept so
+        _damaged("the spans of a rank are not columns", where)  # ranks send them so, but they are not kept so
     tables = {_rank(text, record.world_size, where): SpanTable.from_row(row, where) for text, row in ranks.items()}
     try:
         for rank, table in decode_groups(members.get("groups", []), record.world_size):
@@ -392,7 +392,7 @@ def _rank(text: str, ranks: int, where: str) -> int:
     except ValueError:
         rank = ranks
     if rank >= ranks:
-        _damaged(f"{text[:20]!r} is no rank of {ranks}", where)
+        _damaged(f"{text[:20]!r} is not a rank of {ranks}", where)
     return rank
 
 

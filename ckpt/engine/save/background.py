@@ -120,7 +120,7 @@ class SaveHandle:
         """What the save did; waits for it.
 
         Raises:
-            TimeoutError: it is still going on after ``timeout`` seconds.
+            TimeoutError: it is still in progress after ``timeout`` seconds.
             CkptError: as ``ckpt.save`` would have.
         """
         self._hurry()

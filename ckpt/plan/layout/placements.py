@@ -47,7 +47,7 @@ class Padded(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Uneven(Placement):
-    """Dimension ``dim`` has ``size`` elements in all. Needed where the parts of a :class:`Shard` differ: they cannot be told from
+    """Dimension ``dim`` has ``size`` elements in all. Needed where the parts of a :class:`Shard` differ: they cannot be derived from
     one rank's part."""
 
     dim: int
