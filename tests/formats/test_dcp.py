@@ -219,7 +219,7 @@ def infos(metadata: Metadata, **fields: object) -> None:
         (lambda m: infos(m, relative_path="/etc/passwd"), "file that cannot be"),
         (lambda m: infos(m, relative_path=5), "file that cannot be"),
         (lambda m: infos(m, relative_path="__9_9.distcp"), "are missing: __9_9.distcp"),
-        (lambda m: infos(m, offset=-1), "no count"),
+        (lambda m: infos(m, offset=-1), "not a count"),
         (lambda m: infos(m, length=1 << 50), "should end at byte"),
         (lambda m: infos(m, length=10), "wanted of|no end of its directory"),
         (lambda m: infos(m, offset=3), "no archive|no end"),
