@@ -263,7 +263,7 @@ WRONG = {
     "no files": ("the files of 'x'", lambda row: adding(row, files=[])),
     "too many files": ("names a file for 2", lambda row: adding(row, files=[0, 0])),
     "cuts": ("do not increase", lambda row: adding(row, cuts=[[0, 1]])),
-    "a size": ("no integer", lambda row: adding(row, shape=[2.0])),
+    "a size": ("not an integer", lambda row: adding(row, shape=[2.0])),
     "a shape": ("not as the format requires", lambda row: adding(row, shape="")),
     "more chunks than can be": ("have room for", lambda row: adding(row, shape=[999] * 6, cuts=[list(range(1000))] * 6)),
     "pairs": ("not as the format requires", lambda row: changed(row, values=[["also", 1]])),

@@ -162,7 +162,7 @@ def test_shapes_that_do_not_fit_the_steps() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("left = 3 =", "no TOML"),
+        ("left = 3 =", "not TOML"),
         ('left = "a"', "needs left and right"),
         (HEAD + "other = 1", "needs left and right"),
         (HEAD + '[[term]]\nleft = "a"', "a term needs left and right"),

@@ -222,7 +222,7 @@ def infos(metadata: Metadata, **fields: object) -> None:
         (lambda m: infos(m, offset=-1), "not a count"),
         (lambda m: infos(m, length=1 << 50), "should end at byte"),
         (lambda m: infos(m, length=10), "wanted of|no end of its directory"),
-        (lambda m: infos(m, offset=3), "no archive|no end"),
+        (lambda m: infos(m, offset=3), "not an archive|no end"),
         (lambda m: m.storage_data.clear(), "lies nowhere"),
         (lambda m: m.state_dict_metadata.update(x=5), "has no attribute"),
         (lambda m: m.state_dict_metadata.update({5: 5}), "a name of the kind int"),
