@@ -26,6 +26,7 @@ from .sharded import NamedValues, Sharded, is_main, is_named, place
 from .subclasses import TENSORS, describe
 from .tensors import LocalTensor
 from .torch_objects import (
+    EXTRA_STATE,
     LEFT_OUT,
     ModuleTensors,
     ParamNames,
@@ -41,6 +42,7 @@ from .torch_objects import (
     refuse_zero,
     scan_state,
     tensors_of,
+    without_addresses,
 )
 from .walk import Compound, PerRank, is_stateful, state_of
 
@@ -282,7 +284,7 @@ class _CollectWalk:
         if type(tensor) not in lazy.PLAIN and is_wrapper(tensor):
             placed = self.shard_table.add_fields(path or _named(path), tensor)
             return {**describe(tensor, path), TENSORS: {field: {"$tensor": local.info.name} for field, local in placed.items()}}
-        self.shard_table.add(path or _named(path), tensor)
+        self.shard_table.add(path or _named(path), without_addresses(tensor) if path.endswith(EXTRA_STATE) else tensor)
         name = self.shard_table.names[path]
         if name != path:
             self.renumbered[path] = name
@@ -369,7 +371,7 @@ class _CollectWalk:
                     shard_table.frozen |= stored
         node: Node = {"$tensors": path}
         if parts.extra or extra:
-            named = [(n, value, join(path, n)) for n, value in parts.extra.items()]
+            named = [(n, without_addresses(value), join(path, n)) for n, value in parts.extra.items()]
             extra += [(n, encode(value, at, self.inner_leaf)) for n, value, at in named if taker is None or taker.wants(at)]
             node = mapping_node([("", node), *extra])
             wanted |= dict(extra)

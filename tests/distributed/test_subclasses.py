@@ -1,7 +1,10 @@
-"""DTensors over tensors that are made of others: each rank has whole blocks of rows, on other numbers of ranks too."""
+"""DTensors over tensors that are made of others: each rank has whole blocks of rows, on other numbers of ranks too. And extra states as
+TransformerEngine's, which are pickles."""
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,42 @@ def fp8_loaded(url: str) -> bool:
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
+class Delayed(torch.nn.Module):
+    """As a module of TransformerEngine with delayed scaling: its extra state is a pickle, in bytes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.meta = {"recipe": ("delayed", 16), "scale_fwd": torch.rand(3), "amax_history_fwd": torch.rand(16, 3)}
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps(self.meta)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.meta = pickle.loads(state.numpy().tobytes())
+
+    def is_first(self) -> bool:
+        return str(self.meta) == str(Delayed(1).meta)
+
+
+def pickled(url: str) -> list[bool]:
+    """Replicas of a module whose pickles name storages by their addresses, which have more digits where a thread made the tensors."""
+    with ThreadPoolExecutor(1) as thread:
+        model = thread.submit(Delayed, 1).result() if dist.get_rank() else Delayed(1)
+    ckpt.save(url, {"m": model, "dict": model.state_dict()})
+    rows: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(rows, model.get_extra_state())
+    own = {"_extra_state": torch.empty(0, dtype=torch.uint8)}
+    ckpt.load(url, {"m": (other := Delayed(2)), "dict": own})
+    again = Delayed(3)
+    again.load_state_dict(own)
+    if dist.get_rank():
+        model.meta["scale_fwd"][2] += 1  # type: ignore[index]
+    with pytest.raises(ReplicaError, match="m._extra_state: rank 0 ≠ rank 1"):
+        ckpt.save(f"{url}-2", {"m": model})
+    return [not torch.equal(rows[0], rows[1]), other.is_first(), again.is_first()]
+
+
 def refused(url: str) -> list[str]:
     """A cut along columns, ranks without rows, and a cache that a slice does not have."""
     errors = []
@@ -176,6 +215,10 @@ def test_rows_and_transposed_rows_of_one_scale(ranks: Ranks, tmp_path: Path) -> 
     opened, tensor = ckpt.open(url), Fp8.random(ROWS, 5)
     assert all(torch.equal(opened[f"w#{field}"].read(), getattr(tensor, field)) for field in Fp8._FIELDS)
     assert all(ranks.run(3, fp8_loaded, url))
+
+
+def test_equal_pickles_of_extra_states_are_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, pickled, str(tmp_path / "a")) == [[True] * 3] * 2
 
 
 def test_rows_move_in_memory(ranks: Ranks) -> None:
