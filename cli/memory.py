@@ -185,7 +185,7 @@ def stop(*, everything: bool, output: Output) -> None:
         raise UsageError(
             f"it holds {', '.join([*named, *more])}: this is lost when it ends",
             where=str(daemon.folder),
-            hint=f"end one run with `ckpt memory drop memory://{runs[0][0]}`; or give --all, if nobody needs any of them",
+            hint=f"end one run with `ckpt memory drop memory://{runs[0][0]}`; or give --all, if none of them is needed",
         )
     pid = daemon.status()["pid"]
     daemon.stop()

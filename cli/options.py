@@ -48,7 +48,7 @@ def file_options(place: str) -> Callable[[Command], Command]:
 
 def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments
     if flag and context.params.get("config") is not None:
-        raise click.UsageError("--config names a configuration, and --no-config says that none is needed: give one of them")
+        raise click.UsageError("--config names a configuration, and --no-config states that none is needed: give one of them")
     return not flag
 
 

@@ -475,7 +475,7 @@ def named_removal(url: str) -> NamedRemoval:
         run = None
     if not step.committed and not step.damaged:
         hint = f"if it was killed: `ckpt gc {run or 'ROOT'} --yes` removes its files after a day, with --older-than 0 at once"
-        raise NotCommittedError("no checkpoint is committed here: a save did not finish, or still goes on", where=url, hint=hint)
+        raise NotCommittedError("no checkpoint is committed here: a save did not finish, or is in progress", where=url, hint=hint)
     if step.link is not None:
         return NamedRemoval(step=step, run=None)
     if step.tags:

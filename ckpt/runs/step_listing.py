@@ -109,7 +109,7 @@ def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
     directory itself, or of links to elsewhere the one with the highest step. The others are in its ``also``.
 
     Raises:
-        StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
+        StorageError: the storage cannot be read. A damaged commit record raises nothing: its step has the reason.
     """
     root_url = url_text(root_url)
     backend = open_backend(root_url)
