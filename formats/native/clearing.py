@@ -166,7 +166,7 @@ def _looked_for(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[li
         return None, StorageError(message, where=backend.url, hint=_HINT)
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
-        return None, StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
+        return None, StorageError("another process is removing this save", where=backend.url, hint=hint)
     return list(there) if everything else None, None
 
 

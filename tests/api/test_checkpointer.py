@@ -253,8 +253,8 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
     [
         ((signal.SIGTERM, signal.SIGKILL), "cannot be watched"),
         ((signal.SIGTERM, "HUP"), "cannot be watched"),
-        (15, "are no numbers of signals"),
-        (lambda: (signal.SIGTERM,), "are no numbers of signals"),
+        (15, "are not numbers of signals"),
+        (lambda: (signal.SIGTERM,), "are not numbers of signals"),
     ],
 )
 def test_signals_that_cannot_be_watched_leave_the_others_as_they_were(tmp_path: Path, signals: Any, problem: str) -> None:
@@ -323,13 +323,13 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
     [
         (
             {"save": Latest(3)},
-            "save= says when to save, but Latest(3) is a policy of what to keep",
+            "save= selects when to save, but Latest(3) is a policy of what to keep",
             "keep=Latest(3), and save=EverySteps(500)",
         ),
         ({"save": 200}, "save= is a policy of when to save, not 200", "save=EverySteps(200)"),
         ({"save": "200"}, "save= is a policy of when to save, not '200'", "save=EverySteps(500)"),
         ({"keep": 3}, "keep= is a policy of what to keep, not 3", "keep=Latest(3)"),
-        ({"keep": EveryMinutes(5)}, "keep= says what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
+        ({"keep": EveryMinutes(5)}, "keep= selects what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
         ({"memory": True}, "memory= takes a ckpt.Memory, not True", "memory=ckpt.Memory(keep=2)"),
         ({"local": ckpt.Memory()}, "local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
         (
