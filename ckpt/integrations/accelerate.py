@@ -28,6 +28,22 @@ with needed("accelerate", "accelerate"):
     from accelerate import Accelerator
 
 
+class _Epochs:
+    """The epoch that each loader comes to next. accelerate shuffles by it, and no loader has it in its own state."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.loaders = accelerator._dataloaders
+        self.running = accelerator.gradient_state.dataloader_references if accelerator.even_batches else []
+
+    def state_dict(self) -> dict[str, Any]:
+        # A loader counts its epoch when it is asked for more than the last batch. Without even batches ranks come there at other steps.
+        return {"next": [getattr(each, "iteration", 0) + (each in self.running and each.end_of_dataloader) for each in self.loaders]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for loader, epoch in zip(self.loaders, state["next"], strict=False):  # another job may have more
+            loader.iteration = epoch
+
+
 class AcceleratorCheckpoints:
     """What :func:`use` gives: what the accelerator's own methods are replaced by."""
 
@@ -47,7 +63,7 @@ class AcceleratorCheckpoints:
             "scaler": [acc.scaler] if acc.scaler is not None else [],
         }
         named = {f"{kind}_{i}" if i else kind: each for kind, several in kinds.items() for i, each in enumerate(several)}
-        return named | {"rng": Generators(), "step": acc.step}
+        return named | {"rng": Generators(), "step": acc.step, "epochs": _Epochs(acc)}
 
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any) -> str:  # noqa: FBT001  accelerate's
         """In place of ``Accelerator.save_state``. ``safe_serialization`` makes no difference: nothing is ever pickled."""
@@ -133,13 +149,10 @@ def use(
     Raises:
         UsageError: the accelerator uses something that this does not go with.
     """
-    naming = accelerator.project_configuration
-    kind = accelerator.distributed_type.value
-    problems = {
-        f"{kind}, which saves by itself": kind in ("DEEPSPEED", "MEGATRON_LM", "XLA"),
-        "save_on_each_node: root and directories are seen by all nodes": naming.save_on_each_node,
-    }
-    refuse("accelerate", problems)
+    naming, kind = accelerator.project_configuration, accelerator.distributed_type.value
+    all_nodes = "save_on_each_node: root and directories are seen by all nodes"
+    by_itself = {f"{kind}, which saves by itself": kind in ("DEEPSPEED", "MEGATRON_LM", "XLA")}
+    refuse("accelerate", by_itself | {all_nodes: naming.save_on_each_node})
     if root is None:
         root = join_url(url_text(accelerator.project_dir or "."), "checkpoints")
     keep = keep or (All() if naming.total_limit is None else Latest(naming.total_limit))

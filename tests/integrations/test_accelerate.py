@@ -68,7 +68,7 @@ def test_numbered_saves_go_on(tmp_path: Path) -> None:
     ]
     assert called[-1] == (1, [], url) and url.endswith("checkpoint_2")
     assert not [p for kind in ("*.bin", "*.pkl", "*.pt") for p in tmp_path.rglob(kind)]
-    assert set(ckpt.open(url).state()) == {"model", "optimizer", "scheduler", "loader", "custom", "rng", "step"}
+    assert set(ckpt.open(url).state()) == {"model", "optimizer", "scheduler", "loader", "custom", "rng", "step", "epochs"}
 
     again = Job(tmp_path)
     use(again.accelerator)
@@ -81,6 +81,42 @@ def test_numbered_saves_go_on(tmp_path: Path) -> None:
         expected[0],
         {k: v.tolist() for k, v in expected[1].items()},
     )
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+@pytest.mark.parametrize(("seen", "ended"), [(3, False), (6, False), (6, True), (9, False), (12, False), (12, True)])
+def test_each_epoch_keeps_its_own_order(tmp_path: Path, stateful: bool, seen: int, ended: bool) -> None:
+    """accelerate shuffles by the number of the epoch, which it saves nowhere (its #3996). ``ended``: saved after the loop, not in it."""
+
+    def job() -> tuple[Any, Any]:
+        data = DataLoaderConfiguration(use_stateful_dataloader=stateful, use_seedable_sampler=True)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=data)
+        use(accelerator, tmp_path, background=False)
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(range(6), shuffle=True))
+
+    def samples(loader: Any) -> list[int]:
+        return [int(sample) for sample in loader]
+
+    _, loader = job()
+    epochs = [samples(loader) for _ in range(3)]
+    assert len(set(map(tuple, epochs))) == 3
+    accelerator, loader = job()
+    for _ in range(6, seen, 6):
+        samples(loader)
+    for batch, _ in enumerate(loader, 1):
+        if batch == (seen - 1) % 6 + 1 and not ended:
+            accelerator.save_state()
+            break
+    if ended:
+        accelerator.save_state()
+    accelerator, loader = job()
+    accelerator.load_state()
+    epoch, batch = divmod(seen, 6)
+    if batch:
+        assert samples(loader if stateful else accelerate.skip_first_batches(loader, batch)) == epochs[epoch][batch:]
+        loader.set_epoch(epoch := epoch + 1)
+    rest = samples(loader)
+    assert (rest or samples(loader)) == epochs[epoch]  # a stateful loader that was at the end comes to it again
 
 
 def test_directories_that_calls_name(tmp_path: Path) -> None:
