@@ -241,7 +241,7 @@ def test_what_went_wrong_elsewhere_is_refused_or_right() -> None:
         "kempnerforge_114": "the next step is the same to the last bit",
         "vllm_53537": "CorruptError",
         "lightning_21813": "Checkpointer keeps it",
-        "accelerate_3996": "StateError",
+        "accelerate_3996": "the next epoch with use(accelerator)",
     }
     command = [sys.executable, str(INCIDENTS), *outcomes]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, timeout=600)

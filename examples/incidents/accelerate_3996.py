@@ -1,5 +1,5 @@
-"""huggingface/accelerate#3996: a job that resumes after an epoch gets the order of epoch 0 again. With a stateful loader ckpt does not
-help: the loader's own state lacks the epoch."""
+"""huggingface/accelerate#3996: a job that resumes after an epoch gets the order of epoch 0 again. ``ckpt.integrations.accelerate`` saves
+the epoch. ``ckpt.save`` of a stateful loader alone does not help: the loader's own state lacks it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from outcome import Outcomes, refused, show
 from torch.utils.data import DataLoader
 
 import ckpt
+from ckpt.integrations.accelerate import use
 
 
 def job(*, stateful: bool) -> tuple[Accelerator, dict[str, Any]]:
@@ -41,13 +42,25 @@ def play(folder: Path) -> Outcomes:
     resumed.load_state(folder / "accelerate")
     elsewhere = "epoch 0 again, no warning" if first != second and order(state) == first else "mended"
 
+    after = []
+    for again in (False, True):
+        accelerator, state = job(stateful=False)
+        use(accelerator, folder / "run", background=False)
+        if again:
+            accelerator.load_state()
+        else:
+            order(state)
+            accelerator.save_state()
+        after.append(order(state))
+    right = "the next epoch with use(accelerator)" if after == [second, second] else ""
+
     _, state = job(stateful=True)
     first = order(state)
     ckpt.save(folder / "stateful", state)
     _, state = job(stateful=True)
     ckpt.load(folder / "stateful", state)
     stateful = "epoch 0 again" if order(state) == first else "the next epoch"
-    return elsewhere, plain and f"{plain}\n  a stateful loader: {stateful}"
+    return elsewhere, right and plain and f"{right}\n  ckpt.save of the loader: {plain}\n  of a stateful loader: {stateful}"
 
 
 if __name__ == "__main__":
