@@ -136,6 +136,7 @@ dlio: venv .dlio/.installed
 	$(PYTHON) -m venv --clear .dlio
 	.dlio/bin/python -m pip install --quiet --disable-pip-version-check \
 	  hydra-core==1.3.2 omegaconf pandas psutil h5py mpi4py mpich pydftracer pyyaml packaging pillow
+	.dlio/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch_checkpointing==0.1.1
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.dlio/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
 	@touch $@
 

@@ -205,7 +205,7 @@ def diff(
     """Compare the checkpoints A and B, of any formats: names, shapes, dtypes, elements and values.
 
     Tensors that differ are listed with the largest difference first. The exit code is 0 if the checkpoints are equal and 3 if not. Two
-    NaNs are equal, and padding is ignored. Elements of two dtypes are compared as numbers; with --no-dtypes the dtypes are no difference,
+    NaNs are equal, and padding is ignored. Elements of two dtypes are compared as numbers; with --no-dtypes dtypes are ignored,
     and --tolerance 0,0.004 allows what a cast to bfloat16 rounds.
 
     \b

@@ -238,14 +238,13 @@ def test_the_page_has_the_incidents_that_are_played() -> None:
 def test_what_went_wrong_elsewhere_is_refused_or_right() -> None:
     """Those whose packages are at hand, in one process; ``make incidents`` plays all."""
     outcomes = {
-        "pytorch_187138": "ShapeError",
         "kempnerforge_114": "the next step is the same to the last bit",
         "vllm_53537": "CorruptError",
         "lightning_21813": "Checkpointer keeps it",
         "accelerate_3996": "StateError",
     }
     command = [sys.executable, str(INCIDENTS), *outcomes]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [re.split("[:;\n]", text)[0] for text in re.split(r"^  ckpt \S+: ", done.stdout, flags=re.MULTILINE)[1:]] == [*outcomes.values()]
     assert "mended" not in done.stdout, done.stdout

@@ -75,7 +75,7 @@ def copy_checkpoint(
     """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it. What it refers to in other
     checkpoints is copied too: the copy needs none of them.
 
-    A copy that was interrupted goes on: files that are at the target already are read and compared with their digests, and only the
+    A copy that was interrupted continues: files that are at the target already are read and compared with their digests, and only the
     others are copied. If the same checkpoint is committed there, its files are compared and missing ones are copied; its record stays.
 
     Within one object store, the store copies the bytes of larger files by itself: only headers, indexes and small files come here and are
@@ -89,9 +89,9 @@ def copy_checkpoint(
 
     Raises:
         NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
-        FormatError: it is of another format, whose files nobody says.
+        FormatError: it is of another format, whose files are unknown.
         CorruptError: it is damaged, or the same checkpoint at ``target`` is. Nothing is committed.
-        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or files are there that are no part of an
+        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or files are there that do not belong to an
             unfinished copy, or ``target`` is a symbolic link. What is there stays as it is.
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
@@ -176,7 +176,7 @@ class Transfer:
         catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
-                f"only checkpoints in the format of ckpt that have files of their own can be copied; this is {catalog.format}",
+                f"only checkpoints in the format of ckpt that have all of their files can be copied; this is {catalog.format}",
                 where=source,
                 hint="convert it: `ckpt convert --to native`, or copy it with the tools of the storage",
             )

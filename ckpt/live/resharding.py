@@ -161,7 +161,7 @@ def reshard(
         StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
         ReplicaError: replicas of a tensor differ.
         NamesError, ShapeError, MismatchError: the old state does not fit the new one, or they share memory; nothing was changed.
-        RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message says
+        RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message states
             whether this rank's new state was changed. The old state is whole.
     """
     job = Job.of(job)

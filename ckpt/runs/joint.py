@@ -116,7 +116,7 @@ class JointRun:
             else:
                 if step is not None and seen.step != step:
                     raise UsageError(
-                        f"this member asks for step {step}, and the others go on from {seen.step}",
+                        f"this member asks for step {step}, and the others continue from {seen.step}",
                         where=self.root,
                         hint="give all members the same step, or none",
                     )
@@ -163,7 +163,7 @@ class JointRun:
         raise ConflictError(
             f"{' and '.join(late)} within {self.timeout:g} s",
             where=self.root,
-            hint="start all members of the run; Job(timeout=) says how long they wait for each other",
+            hint="start all members of the run; Job(timeout=) sets how long they wait for each other",
         )
 
     def refuse(self, reason: str) -> None:
@@ -206,9 +206,9 @@ class JointRun:
             branches = branches_after(s, there, complete=True)
             return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches, left=left)
         if failed:
-            raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
+            raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` shows more")
         if step is not None:
-            raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+            raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` lists the checkpoints there")
         return replace(seen, decided=True, step=None, checkpoints={})
 
     def _checkpoints(self, step: Step, changes: MemberChanges) -> dict[str, MemberCheckpoint]:
@@ -236,7 +236,7 @@ class JointRun:
         """That this member takes part in the present generation."""
         if self.generation is None:
             raise UsageError(
-                "a member restores before it saves: there the members agree what they go on from",
+                "a member restores before it saves: there the members agree on the step to continue from",
                 where=self.root,
                 hint="call restore(state) once, also in a run that has no step yet",
             )
@@ -328,7 +328,7 @@ class JointRun:
         try:
             return [future.result(seconds) for future in futures]
         except FutureTimeoutError as err:
-            raise StorageError(f"nobody knows after {seconds:g} s whether the last step exists", where=self.root) from err
+            raise StorageError(f"after {seconds:g} s it is not known whether the last step exists", where=self.root) from err
 
     def _outcome(self, n: int, mark: Mark, generation: Generation) -> JointOutcome:
         end, url = time.monotonic() + self.timeout, step_url(self.root, n)
@@ -417,7 +417,7 @@ class JointRun:
         self._over = ConflictError(
             f"{who} restarted, and the members of this run restore again",
             where=self.root,
-            hint="end this job and start it again, so that all go on from the same step",
+            hint="end this job and start it again, so that all continue from the same step",
         )
         return self._over
 

@@ -187,7 +187,7 @@ class SaveSchedule:
             signals = tuple(dict.fromkeys(policy.watched_signals))  # a handler that was set twice would be the one before itself
         except TypeError as err:
             hint = "a property that gives a tuple: return (signal.SIGTERM,)"
-            raise UsageError(f"watched_signals of {policy!r} are no numbers of signals: {err}", hint=hint) from err
+            raise UsageError(f"watched_signals of {policy!r} are not numbers of signals: {err}", hint=hint) from err
         self._preemption = Preemption(signals)
         self._agreement: StepAgreement | None = None
         if signals:

@@ -220,7 +220,7 @@ class Tiers:
             hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
             raise CorruptError(f"no checkpoint here can be read: {damaged.reason}", where=damaged.url, hint=hint)
         if step is not None and not there:
-            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` lists the checkpoints there")
         return []
 
     def _say_saved_later(self, at_root: Iterable[Step], chosen: Step) -> None:

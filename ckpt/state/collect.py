@@ -317,7 +317,9 @@ class _CollectWalk:
         left = pairs_of(taker.left(state)) or []
         taken = next((key for key, _ in left if key in beside), None)
         if taken is not None:
-            raise StateError("a value of the state, and one that says its name itself, have this name", where=str(taken), hint="rename one")
+            raise StateError(
+                "a value of the state, and one that defines its name itself, have this name", where=str(taken), hint="rename one"
+            )
         return mapping_node([*left, *beside.items()])
 
     def object_leaf(self, value: object, path: str) -> Node:
@@ -336,7 +338,7 @@ class _CollectWalk:
 
     def module(self, module: torch.nn.Module, path: str) -> Node:
         if not path:
-            raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
+            raise StateError("a module lies under an empty key, so its tensors have no prefix", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         shard_table = self.shard_table
         taker = self.taker

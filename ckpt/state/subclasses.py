@@ -282,7 +282,7 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _uncut(name: str, wrapper: object, why: str) -> LayoutError:
     return LayoutError(
-        f"a {_name(type(wrapper))} that {why}: which elements of its inner tensors are whose cannot be told",
+        f"a {_name(type(wrapper))} that {why}: the owners of the elements of its inner tensors are unknown",
         where=f"tensor {name}",
         hint="shard it along rows, in whole blocks; or replicate it",
     )

@@ -327,9 +327,7 @@ class PartTaker:
         """What is left of the state of a walk, with the label of a part."""
         pairs = pairs_of(state) or []
         if any(key == LABEL for key, _ in pairs):
-            raise StateError(
-                f"the key {LABEL!r} of a state says that a checkpoint is a part", where=LABEL, hint="give the value another key"
-            )
+            raise StateError(f"the key {LABEL!r} of a state marks a checkpoint as a part", where=LABEL, hint="give the value another key")
         return mapping_node([*(pairs_of(self.left(state)) or []), (LABEL, self.part.to_node())])
 
     def left(self, state: Node) -> Node:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +12,15 @@ SCRIPTS = {path.stem: path for path in sorted(Path(__file__).parent.glob("*_[0-9
 def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in SCRIPTS]:
         sys.exit(f"error: there is no incident {unknown[0]}; there are {', '.join(SCRIPTS)}")
-    quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # what packages warn of when they are imported
-    return max(subprocess.run([sys.executable, str(SCRIPTS[name])], env=quiet, check=False).returncode for name in names or SCRIPTS)
+    return max(play(SCRIPTS[name]) for name in names or SCRIPTS)
+
+
+def play(script: Path) -> int:
+    """What packages warn of when they are imported is shown only if the script fails."""
+    done = subprocess.run([sys.executable, str(script)], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+    return done.returncode
 
 
 if __name__ == "__main__":

@@ -277,7 +277,7 @@ def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, 
     check_no_link(backend)
     data = read_record(backend)
     if data is None:
-        raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` shows what is there")
+        raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` lists the checkpoints there")
     record = CommitRecord.from_bytes(data, _where(backend))
     if id is not None and (record.id != id or set(record.tags) != set(instead_of)):
         raise ConflictError("the checkpoint was replaced or tagged meanwhile", where=backend.url, hint="look at its tags, and try again")

@@ -243,7 +243,7 @@ def test_nothing_is_put_beside_what_is_no_checkpoint_of_ours(tmp_path: Path, cop
         refused = run(*arguments, str(copied_step), str(target))
         assert refused.exit_code == 33, refused.output
         assert f"something is there already: {name.partition('/')[0]}" in refused.stderr
-        assert "remove what is there" not in refused.stderr  # other runs, perhaps
+        assert "remove the files there" not in refused.stderr  # other runs, perhaps
         assert sorted(target.rglob("*")) == before
         shutil.rmtree(target)
     (target / "empty").mkdir(parents=True)

@@ -530,7 +530,7 @@ def test_members_are_added_dropped_and_renamed_by_name_alone(root: str) -> None:
     assert [{name: c.path for name, c in d.checkpoints.items()} for d in decided] == [
         {"actor": "trainer/step-00000004", "buffer": "buffer/step-00000004"}
     ] * 3
-    with pytest.raises(UsageError, match="asks for step 3, and the others go on from 4"):
+    with pytest.raises(UsageError, match="asks for step 3, and the others continue from 4"):
         others[0].join(3)
 
 
