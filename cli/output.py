@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -78,7 +79,7 @@ def pad(cell: str, columns: int, *, right: bool) -> str:
 # Numbers are never cut.
 
 _GAP = 2
-_NARROWEST = 12
+_NARROWEST = 16
 
 
 class Column:
@@ -110,14 +111,16 @@ class Column:
 def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int, *, whole: bool) -> Iterator[str]:
     """The lines of a table. A column without any text is left out, unless there is no row at all; so is a head line without any."""
     columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads) if not rows or any(row[i] for row in rows)]
-    for part in _parts(columns, limit):
+    for n, part in enumerate(_parts(columns, limit)):
         _narrow(part, limit)
         if any(column.head for column in part):
             yield from _joined(part, [style(column.head, "bold") for column in part], limit)
         for row in range(len(rows)):
+            if n and not any(column.cells[row] for column in part[1:]):
+                continue  # the first table has its name
             cells = [column.lines_of(row, whole=whole) for column in part]
-            for n in range(max(map(len, cells))):
-                yield from _joined(part, [lines[n] if n < len(lines) else "" for lines in cells], limit)
+            for line in zip_longest(*cells, fillvalue=""):
+                yield from _joined(part, line, limit)
 
 
 def _parts(columns: list[Column], limit: int) -> list[list[Column]]:

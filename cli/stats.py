@@ -60,6 +60,8 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
     """
     from ckpt.runs.report.history import is_checkpoint, read_history, read_save
 
+    if by_rank and heatmap:
+        raise UsageError("--ranks and --heatmap show the same in two ways", hint="give one of them")
     if not is_checkpoint(url):
         history = read_history(url)
         if history.saves or history.log:

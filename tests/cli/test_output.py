@@ -156,6 +156,13 @@ def test_standard_output_that_takes_nothing_is_an_error(tmp_path: Path, command:
     assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
+def test_a_standard_output_that_is_closed_is_no_defect(checkpoint: str) -> None:
+    for code, redirected in (("0", ">&-"), ("10", "2>&-")):
+        url = checkpoint if code == "0" else f"{checkpoint}-none"
+        done = subprocess.run(["bash", "-c", f"{shlex.join([*START, 'ls', url])} {redirected}; echo $?"], capture_output=True, text=True)
+        assert (done.stdout.split(), done.stderr) == ([code], "")
+
+
 def test_a_run_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path / "step-1"), sample())
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
@@ -220,6 +227,17 @@ def test_numbers_go_into_several_tables() -> None:
     assert all(f"{n}.123" in " ".join(cut) for n in range(20))
 
 
+def test_further_tables_have_the_rows_that_say_something() -> None:
+    heads = [">STEP", *(f">PHASE {n}" for n in range(9)), "~TAGS"]
+    cut = lines(heads, [[str(n), *["1.123"] * 9, "release" if n == 1 else ""] for n in range(3)], 80)
+    assert [line.split() for line in cut[4:]] == [
+        ["STEP", "PHASE", "8", "TAGS"],
+        *([str(n), "1.123", *["release"] * (n == 1)] for n in range(3)),
+    ]
+    tagged = lines(["NAME", ">SIZE", "~TAGS"], [["x" * 60, "1" * 60, ""], ["y", "2", "mine"]], 80)
+    assert [line.split() for line in tagged[-2:]] == [["NAME", "TAGS"], ["y", "mine"]]
+
+
 @pytest.fixture(scope="module")
 def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("run-with-a-rather-long-name-as-people-give-them") / "experiment"
@@ -279,5 +297,5 @@ def test_the_tables_of_the_commands_fit(run_root: Path, command: str) -> None:
 
 
 def test_columns_wins_over_the_terminal(run_root: Path) -> None:
-    assert "…" in on_a_terminal("ls", str(run_root), columns=300, COLUMNS="40")
+    assert "…" in on_a_terminal("ls", str(run_root), columns=300, COLUMNS="28")
     assert "…" not in on_a_terminal("ls", str(run_root), columns=300)
