@@ -353,7 +353,7 @@ def test_what_nobody_says_is_found() -> None:
 
 def test_classes_of_errors_exist() -> None:
     names = {name for page in DOCS.rglob("*.md") for name in re.findall(r"`(\w+Error)`", page.read_text())}
-    builtin = {"OSError", "FileNotFoundError", "RecursionError", "TypeError", "IndexError"}
+    builtin = {"OSError", "FileNotFoundError", "RecursionError", "TypeError", "IndexError", "KeyError"}
     assert sorted(name for name in names - builtin if not hasattr(ckpt.errors, name)) == []
 
 

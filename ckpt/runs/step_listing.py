@@ -228,7 +228,7 @@ def none_here(url: str) -> CkptError:
     names = open_backend(url).list_dir()
     if not names:
         if is_file_system(url) and os.path.isfile(real_url(url)):
-            return NotFoundError("this file is no checkpoint of a known format", where=url, hint="name a directory of checkpoints")
+            return NotFoundError("this file is not a checkpoint of a known format", where=url, hint="name a directory of checkpoints")
         return NotFoundError("nothing lies below this URL", where=url, hint="check the URL")
     runs = runs_below(url, names)
     hint = f"name one of the runs below: {some_runs(runs)}" if runs else "name the directory that holds the steps"

@@ -110,7 +110,7 @@ def test_ls_of_nothing(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (10, "")
     assert result.stderr.splitlines()[:2] == ["error: nothing lies below this URL", f"  where: {tmp_path}"]
     (tmp_path / "notes.txt").write_text("x")
-    assert ckpt("ls", tmp_path / "notes.txt").stderr.startswith("error: this file is no checkpoint of a known format\n")
+    assert ckpt("ls", tmp_path / "notes.txt").stderr.startswith("error: this file is not a checkpoint of a known format\n")
 
 
 # -------------------------------------------------------------------------------------------------------------- inspect
