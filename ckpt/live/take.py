@@ -15,11 +15,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ckpt import settings
-from ckpt.concurrency import gc_paused
+from ckpt.concurrency import gc_paused, run_tasks
 from ckpt.converters.selection import Views
 from ckpt.engine.load.fill import ByteTransfer, LoadJob, fill, match, set_all, verdict_of
 from ckpt.errors import CorruptError, CoverageError
@@ -209,13 +210,15 @@ def switch_take(staged: StagedTake, puller: Puller, cache: SinkCache, setters: S
         plan = planned.with_memory() if fit.binding.create else planned
         filling = Filling(plan)
 
+        def placed(share: Share, piece: int, data: memoryview) -> None:
+            filling.place(share, piece, data)
+            if not staged.is_relayed:
+                cache.give(data)
+
         def run() -> None:
             nonlocal pulled
             copy_local(plan, staged.planned.mapped, puller.threads, puller.meter.add)
-            for share, piece, data in staged.pieces:
-                filling.place(share, piece, data)
-                if not staged.is_relayed:
-                    cache.give(data)
+            run_tasks([partial(placed, *each) for each in staged.pieces], puller.threads, "ckpt-place")
             if staged.left is not None:
                 pulled = puller.pull(staged.planned, staged.left, filling, filling.place)
 

@@ -8,6 +8,7 @@ import random
 import signal
 from itertools import pairwise
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -21,7 +22,7 @@ from ckpt import settings
 from ckpt.dtypes import DTYPES
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.live.filling import plan_filling
-from ckpt.live.holdings import LiveCatalog, Manifest
+from ckpt.live.holdings import Holdings, LiveCatalog, Manifest
 from ckpt.live.segment import (
     BLOCK,
     BlockCheck,
@@ -262,6 +263,27 @@ def test_a_flipped_byte_is_found_where_it_is_needed_and_nowhere_else(at: int) ->
                 check.box("weight", row)
         else:
             check.box("weight", row)
+
+
+def test_pulls_of_one_time_share_what_they_have_compared_and_later_ones_do_not() -> None:
+    layout = SegmentLayout.of([spec("w", "uint8", (2 * BLOCK, 1))], 0)
+    data = np.random.default_rng(2).integers(0, 256, layout.nbytes, dtype=np.uint8)
+    owner: Any = SimpleNamespace(data=data)  # its mapping can be written, as memory that fails would be
+    published = PublishedSegment(owner, layout, BlockDigests(data).rest(), "here")
+    published.numbers = {"w": 0}
+
+    def take(holdings: Holdings, row: int) -> None:
+        holdings.gather(0, Box((row, 0), (1, 1)), memoryview(bytearray(1)))
+
+    first = published.holdings()
+    take(first, 5)
+    data[[5, BLOCK + 5]] ^= 1
+    second = published.holdings()
+    take(second, 5)  # of this block the first one's look counts
+    del first
+    for late, row in ((second, BLOCK), (published.holdings(), 5)):
+        with pytest.raises(CorruptError, match="have changed since they were published"):
+            take(late, row)
 
 
 def test_ranks_of_one_take_share_what_they_have_compared_and_nothing_older() -> None:
