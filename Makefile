@@ -114,9 +114,18 @@ site: venv
 peers: venv
 	$(BIN)/python -m tests.peers $(PEERS_ARGS)
 
-# public reports of lost or wrong checkpoints, played with the packages that they are about, then with ckpt: make incidents ARGS=overwritten
-incidents: venv
-	$(BIN)/python examples/incidents.py $(ARGS)
+# public reports of lost or wrong checkpoints, played with the packages that they are about, then with ckpt: make incidents ARGS=deepspeed_8608
+incidents: venv .incidents/.installed
+	.incidents/bin/python examples/incidents $(ARGS)
+
+# 650 MB beside what make venv installs, which is seen from there
+.incidents/.installed: pyproject.toml examples/incidents/requirements.txt
+	$(PYTHON) -m venv --clear .incidents
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.incidents/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	echo "$(CURDIR)" >> $$(.incidents/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > .incidents/torch.txt
+	.incidents/bin/python -m pip install --quiet --disable-pip-version-check -c .incidents/torch.txt -r examples/incidents/requirements.txt
+	@touch $@
 
 # DLIO's checkpoint workload with torch.save, DCP and ckpt, of a clone of github.com/argonne-lcf/dlio_benchmark: make dlio DLIO=/path/to/clone
 dlio: venv .dlio/.installed
@@ -127,6 +136,7 @@ dlio: venv .dlio/.installed
 	$(PYTHON) -m venv --clear .dlio
 	.dlio/bin/python -m pip install --quiet --disable-pip-version-check \
 	  hydra-core==1.3.2 omegaconf pandas psutil h5py mpi4py mpich pydftracer pyyaml packaging pillow
+	.dlio/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch_checkpointing==0.1.1
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.dlio/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
 	@touch $@
 

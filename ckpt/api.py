@@ -54,7 +54,7 @@ def save(
             tensors, DTensors, numbers, strings, bytes, numpy values and :class:`ckpt.PerRank`. Values that are neither sharded
             nor ``PerRank`` must be equal on all ranks that have them. Values are text in the index: large arrays are better tensors
             (``torch.from_numpy``). Without tensors torch need not be installed.
-        only: save a part: globs of names, as for :func:`load`. The checkpoint says that it is a part, and a strict load of it into a whole
+        only: save a part: globs of names, as for :func:`load`. The checkpoint is marked as a part, and a strict load of it into a whole
             state is an error; load the base first, then the part with the same ``only=``.
         trainable: save a part: leave out parameters that do not require a gradient, and what an optimizer has for them. Load it with
             ``trainable=True``.
@@ -69,7 +69,7 @@ def save(
             save can name this one.
         job: which ranks take part, and how long they wait for each other.
         progress: a function that is called with the bytes that this rank has done and has to do in all, ten times a second at most, in a
-            thread of its own; or True for a bar on the terminal of the leading rank. If it raises, it is not called again.
+            separate thread; or True for a bar on the terminal of the leading rank. If it raises, it is not called again.
         dry_run: plan the save on all ranks and write nothing: raise what cannot be saved, and report what would be written. Replicas are
             not compared. The estimate of seconds comes from the spans of the checkpoint at ``url`` or of a step beside it.
 
@@ -127,9 +127,9 @@ def save_async(
     forward and backward pass for what a ``torch.optim`` optimizer of the state steps: every such optimizer waits in ``step()`` until it is
     done. Code that changes these tensors in another way calls ``handle.fence()`` before. If one changes before it was captured, the save
     fails; only an uncounted write (``tensor.data``, numpy) to very few elements may stay unseen. Everything else, such as averages, frozen
-    parameters, buffers and values that are no tensors, is captured before the call returns.
+    parameters, buffers and values that are not tensors, is captured before the call returns.
 
-    An error is raised by the handle's methods and futures; if nobody asks, the next call of :func:`save`, :func:`save_async` or
+    An error is raised by the handle's methods and futures; if these are not called, the next call of :func:`save`, :func:`save_async` or
     :func:`load` of the same job raises it, on every rank. A program that ends waits for the save.
 
     Args:
@@ -220,7 +220,7 @@ def load(
         only: globs of names in the state to load; all others are left alone.
         trainable: leave parameters alone that do not require a gradient, and what an optimizer has for them.
         rename: name or glob in the checkpoint → name or glob in the state; one ``*`` on each side stands for the same text, and the first
-            rule that matches decides. The state of an optimizer has names of its own: with ``"model.*": "net.*"`` goes
+            rule that matches decides. The state of an optimizer has its own names: with ``"model.*": "net.*"`` goes
             ``"optimizer.state.model.*": "optimizer.state.net.*"``. Its groups follow their parameters. Names of parameters within their
             module, as DCP writes them, need no rule: the module in front is found after these renames.
         strict: whether missing and unexpected names are errors. They are in the report either way.
@@ -234,10 +234,10 @@ def load(
 
     Raises:
         NotFoundError, NotCommittedError, FormatError: there is no checkpoint that can be read.
-        NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed, unless the message says that the state is
+        NamesError, ShapeError, MismatchError: it does not fit the state; nothing was changed, unless the message states that it is
             partly overwritten.
         StateError, LayoutError: as for :func:`save`; or something cannot be filled in place.
-        CorruptError: bytes are damaged; the state may be partly overwritten, as the message says. Or it does not fit the state, and a
+        CorruptError: bytes are damaged; the state may be partly overwritten; the message states it. Or it does not fit the state, and a
             rebuild could not recover all of it (``ckpt rebuild``); then nothing was changed.
         StorageError, RankFailedError, DeadlineError, ExchangeError: as for :func:`save`.
     """
@@ -291,7 +291,7 @@ def open(
     Args:
         member: of the step of a run of several jobs: whose checkpoint (docs/guides/joint-run.md).
         sources: directories or URLs below which the files may lie that a virtual checkpoint points into; ``()``: none, so virtual
-            checkpoints are refused. By default as ``CKPT_SOURCES`` says, and without it wherever the checkpoint points: it may name any
+            checkpoints are refused. By default as ``CKPT_SOURCES`` has it, and without it wherever the checkpoint points: it may name any
             file or URL that this process can read, so give ``sources`` for checkpoints of people whom you do not trust.
 
     Raises:

@@ -21,14 +21,14 @@ The tree (the builtin that each class also is stands in brackets; the number is 
     │   ├── AccessError [PermissionError]      30    it refuses us
     │   └── ConflictError [FileExistsError]    33    what is there is in the way, or has to stay
     ├── TornError                              23    a live state is a mix of two versions
-    ├── BusyError                              32    a save is going on already
+    ├── BusyError                              32    a save is in progress already
     ├── CancelledError                        130    the caller cancelled it
     └── GroupError                             31    another rank
         ├── RankFailedError                    31    raised
         ├── ExchangeError                      31    sent bytes that came damaged
         └── DeadlineError [TimeoutError]       31    died or hangs
 
-Each message says what, where and what to do. ``hint`` is the last of the three, kept apart so that the command line can print it
+Each message names the problem, the place and the remedy. ``hint`` is the remedy, kept apart so that the command line can print it
 on its own line.
 """
 

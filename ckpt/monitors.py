@@ -66,7 +66,7 @@ class JsonLines:
 
     Args:
         path: the file; it and its directory are made if they are not there. The root of a run is a good place: ``runs/a/events.jsonl``.
-        every_rank: whether each rank writes, into a file of its own: ``events.jsonl`` becomes ``events-00003.jsonl``.
+        every_rank: whether each rank writes, into a separate file: ``events.jsonl`` becomes ``events-00003.jsonl``.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, every_rank: bool = False) -> None:
@@ -183,7 +183,7 @@ class Prometheus:
 
     Raises:
         ImportError: prometheus_client is not installed.
-        ValueError: the registry has them already: one monitor serves several Checkpointers, told apart by their roots.
+        ValueError: the registry has them already: one monitor serves several Checkpointers, distinguished by their roots.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, run: str | None = None) -> None:
@@ -244,7 +244,7 @@ class TensorBoard:
     so on, by training step; failures and alerts as text.
 
     Args:
-        writer: the job's SummaryWriter, or a directory for one of its own.
+        writer: the job's SummaryWriter, or a directory for a new one.
 
     Raises:
         ImportError: tensorboard is not installed.

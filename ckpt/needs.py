@@ -124,7 +124,7 @@ def plugin(group: str, name: str, kind: type[T]) -> T | None:
         raise UsageError(message, hint=f"uninstall or repair {owner.partition(' ')[0]}") from err
     if not isinstance(value, kind):
         message = f"{what} of {owner} is no {kind.__name__}: {point.value} is a {type(value).__name__}"
-        raise UsageError(message, hint=f"CONTRIBUTING.md says what an entry of the group {group} is")
+        raise UsageError(message, hint=f"CONTRIBUTING.md explains entries of the group {group}")
     return value
 
 

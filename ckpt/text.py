@@ -49,7 +49,7 @@ def number_of(text: str) -> int:
     """The number that ``str`` writes so, from 0 on and of at most nine digits; ValueError for any other spelling: ``int`` takes ``" 1"``,
     ``"+1"`` and ``"1_0"``, too."""
     if not _NUMBER.fullmatch(text):
-        raise ValueError(f"{text!r:.40} is no number")
+        raise ValueError(f"{text!r:.40} is not a number")
     return int(text)
 
 

@@ -27,7 +27,7 @@ def parse_size(text: str) -> int:
     """Bytes: ``5GB``, ``512MiB``, ``1000000``."""
     match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,3})?) ?([KMGT]?I?)B?", text.strip().upper())
     if match is None or match[2] not in _BYTES or not float(match[1]):
-        raise UsageError(f"{text!r} is no size such as 5GB or 512MiB")
+        raise UsageError(f"{text!r} is not a size such as 5GB or 512MiB")
     return int(float(match[1]) * _BYTES[match[2]])
 
 

@@ -158,11 +158,11 @@ def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
 @click.command("inspect", short_help="Show what a checkpoint contains.")
 @click.argument("url", type=URL)
 @click.argument("glob", required=False)
-@click.option("--state", "show", flag_value="state", help="Show the values that are not tensors, by path.")
-@click.option("--files", "show", flag_value="files", help="Show the data files.")
+@click.option("--state", is_flag=True, help="Show the values that are not tensors, by path.")
+@click.option("--files", is_flag=True, help="Show the data files.")
 @click.option("--depth", type=click.IntRange(min=1), metavar="N", help="Levels of the tree. [default: as many as fit 40 lines]")
 @options
-def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, output: Output) -> None:
+def inspect(url: str, glob: str | None, *, state: bool, files: bool, depth: int | None, output: Output) -> None:
     """Describe the checkpoint at URL, and show its tensors as a tree with sizes. Only the index is read.
 
     With GLOB, show each tensor whose name matches; * matches dots too. With --state, GLOB selects paths of values; with --files, the
@@ -179,6 +179,9 @@ def inspect(url: str, glob: str | None, show: str | None, *, depth: int | None, 
     from ckpt.formats.registry import open_catalog
     from ckpt.runs.members import member_urls
 
+    if state and files:
+        raise UsageError("--state shows values, and --files data files", hint="give one of them")
+    show = "state" if state else "files" if files else None
     if depth is not None and (glob is not None or show is not None):
         raise UsageError("--depth is for the tree, which GLOB, --state and --files replace", hint="leave one of them out")
     if parts := member_urls(url):

@@ -27,7 +27,7 @@ _VERIFY = ("full", "partial", "off")
 
 def _parse_layout(context: click.Context, parameter: click.Parameter, text: str) -> Mapping[str, int] | None:
     """A mesh, or a number of ranks."""
-    return {"fsdp": int(text)} if text.isdecimal() else parse_mesh(context, parameter, text)
+    return parse_mesh(context, parameter, f"fsdp={text}" if text.isdecimal() else text)
 
 
 def _parse_cuts(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> tuple[tuple[str, int], ...]:

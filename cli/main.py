@@ -11,10 +11,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from keyword import iskeyword
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -64,6 +64,12 @@ _FILES = {
     "completion": "main",
 }
 
+_ELSEWHERE = (
+    "list:ls get:ls show:inspect info:inspect describe:inspect delete:rm remove:rm prune:gc forget:gc copy:cp check:verify compare:diff "
+    "export:convert reshard:convert average:merge repair:rebuild"
+)
+"""Names that other tools have for a command, with its name here."""
+
 _EXIT_CODES = """\
 Exit codes: 0 success; 1 internal error; 2 wrong usage; 3 different (diff, prove);
 10 not found; 11 not committed; 12 unknown format; 20 damaged; 21 unknown name;
@@ -80,6 +86,8 @@ A URL is a path or scheme://… . Every command takes --json, -q, -v and --color
 
 class Commands(CommandGroup):
     """A group that imports a command only to run it, and that ends with the exit codes of docs/cli.md."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = dict(pair.split(":") for pair in _ELSEWHERE.split())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -127,6 +135,7 @@ class Commands(CommandGroup):
         """Run and exit; the arguments are those of ``click.Command.main``."""
         arguments = list(sys.argv[1:] if args is None else args) or ["--help"]
         extra["standalone_mode"] = False
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115  None: closed
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal, or UTF-8, cannot show
                 stream.reconfigure(errors="backslashreplace")

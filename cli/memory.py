@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +15,7 @@ from ckpt import units
 from ckpt.errors import ConflictError, FormatError, UsageError
 from ckpt.text import address_text
 
-from .options import CommandGroup, parse_size
+from .options import CommandGroup, parse_size, time_option
 from .output import URL, Output, options
 
 if TYPE_CHECKING:
@@ -64,17 +65,22 @@ def serve_(*, budget: int | None, output: Output) -> None:
 
 @memory.command("status", short_help="Show what the daemon holds.")
 @click.option("--listen", is_flag=True, help="Listen for other machines, if it does not yet, and show the address.")
+@time_option("--timeout", default="10s", help="Give up if it does not answer for TIME.")
 @options
-def status_(*, listen: bool, output: Output) -> None:
+def status_(*, listen: bool, timeout: float, output: Output) -> None:
     """Show what the daemon holds: the size of each checkpoint, and whether its copies on other machines are complete.
 
     \b
     Example:
       ckpt memory status
     """
+    from ckpt.concurrency import patience
     from ckpt.nodes import memory_client
     from ckpt.nodes.copies import copies_seen
 
+    if not timeout:
+        raise UsageError("nothing answers within no time", where="--timeout", hint="10s, 2min")
+    click.get_current_context().call_on_close(partial(patience.reset, patience.set(timeout)))
     daemon = memory_client.connect(start=False)
     if listen:
         daemon.address()
@@ -179,7 +185,7 @@ def stop(*, everything: bool, output: Output) -> None:
         raise UsageError(
             f"it holds {', '.join([*named, *more])}: this is lost when it ends",
             where=str(daemon.folder),
-            hint=f"end one run with `ckpt memory drop memory://{runs[0][0]}`; or give --all, if nobody needs any of them",
+            hint=f"end one run with `ckpt memory drop memory://{runs[0][0]}`; or give --all, if none of them is needed",
         )
     pid = daemon.status()["pid"]
     daemon.stop()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
@@ -48,7 +48,7 @@ def file_options(place: str) -> Callable[[Command], Command]:
 
 def _inverted(context: click.Context, parameter: click.Parameter, flag: bool) -> bool:  # noqa: FBT001 - click's arguments
     if flag and context.params.get("config") is not None:
-        raise click.UsageError("--config names a configuration, and --no-config says that none is needed: give one of them")
+        raise click.UsageError("--config names a configuration, and --no-config states that none is needed: give one of them")
     return not flag
 
 
@@ -216,13 +216,17 @@ class UnknownName(click.UsageError):
 class CommandGroup(click.Group):
     """Options may stand before the name of a command, a wrong name has a suggestion, and no name at all is a question for help."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What other tools call a command → its name."""
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, options_behind_name(args) or ["--help"])
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         names = self.list_commands(ctx)
         if args and args[0] not in names and not args[0].startswith("-"):
-            raise UnknownName(f"no command {args[0]!r}", ctx, did_you_mean(args[0], names))
+            meant = self.elsewhere.get(args[0])
+            raise UnknownName(f"no command {args[0]!r}", ctx, f"did you mean {meant}?" if meant else did_you_mean(args[0], names))
         return super().resolve_command(ctx, args)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import zip_longest
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -66,18 +67,19 @@ def pad(cell: str, columns: int, *, right: bool) -> str:
     return room + cell if right else cell + room
 
 
-# Tables for people: aligned columns that fit the width of the terminal.
+# Tables for people: aligned columns that fit the width of the terminal, or 80 columns.
 #
 # How a table is made to fit, when it is wider than ``limit``:
 #
 # 1. Columns of free text (head ``~``) wrap onto further lines below their row; they need at least ``_NARROWEST`` columns.
 # 2. Other columns on the left side, names and URLs, lose their middle: ``model.layers.0…wq.weight``. The widest loses first.
+#    Pipes and files get each name whole: one that is wider than its column ends the line, and the row goes on below it.
 # 3. If numbers alone are too wide, the columns are dealt out over several tables below each other; each repeats the first column.
 #
-# Numbers are never cut. Without a limit, which is what pipes and files get, nothing is cut or wrapped: each row is one line.
+# Numbers are never cut.
 
 _GAP = 2
-_NARROWEST = 12
+_NARROWEST = 16
 
 
 class Column:
@@ -94,36 +96,37 @@ class Column:
         """The width below which the column becomes useless."""
         return self.width if self.right else min(self.width, max(_NARROWEST, width(self.head)))
 
-    def lines_of(self, row: int) -> list[str]:
-        """The cell of a row as the lines that it takes in this column."""
+    def lines_of(self, row: int, *, whole: bool) -> list[str]:
+        """The cell of a row as the lines that it takes in this column, where ``whole`` names and words may stick out."""
         cell = self.cells[row]
         if width(cell) <= self.width:
             return [cell]
         if self.free:
-            # The text in lines of at most ``limit``, broken between words; a word that is longer is broken anywhere
+            # The text in lines of at most ``limit``, broken between words; a word that is longer is broken anywhere, unless ``whole``
             text, name = split_styled(cell)
-            return [style(line, name) for line in wrap(text, self.width, break_on_hyphens=False)]
-        return [_shortened(cell, self.width)]
+            return [style(line, name) for line in wrap(text, self.width, break_on_hyphens=False, break_long_words=not whole)]
+        return [cell if whole else _shortened(cell, self.width)]
 
 
-def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int | None) -> Iterator[str]:
+def table_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], limit: int, *, whole: bool) -> Iterator[str]:
     """The lines of a table. A column without any text is left out, unless there is no row at all; so is a head line without any."""
     columns = [Column(head, [row[i] for row in rows]) for i, head in enumerate(heads) if not rows or any(row[i] for row in rows)]
-    for part in _parts(columns, limit):
-        if limit is not None:
-            _narrow(part, limit)
+    for n, part in enumerate(_parts(columns, limit)):
+        _narrow(part, limit)
         if any(column.head for column in part):
-            yield _joined(part, [style(column.head, "bold") for column in part])
+            yield from _joined(part, [style(column.head, "bold") for column in part], limit)
         for row in range(len(rows)):
-            cells = [column.lines_of(row) for column in part]
-            for n in range(max(map(len, cells))):
-                yield _joined(part, [lines[n] if n < len(lines) else "" for lines in cells])
+            if n and not any(column.cells[row] for column in part[1:]):
+                continue  # the first table has its name
+            cells = [column.lines_of(row, whole=whole) for column in part]
+            for line in zip_longest(*cells, fillvalue=""):
+                yield from _joined(part, line, limit)
 
 
-def _parts(columns: list[Column], limit: int | None) -> list[list[Column]]:
+def _parts(columns: list[Column], limit: int) -> list[list[Column]]:
     """The columns of each table: all of them in one, if their least widths fit."""
-    if limit is None or not columns:
-        return [columns]
+    if not columns:
+        return []
     first, parts = columns[0], [[columns[0]]]
     used = first.least
     for column in columns[1:]:
@@ -148,8 +151,18 @@ def _narrow(columns: Sequence[Column], limit: int) -> None:
         excess -= step
 
 
-def _joined(columns: Sequence[Column], cells: Sequence[str]) -> str:
-    return (" " * _GAP).join(pad(cell, c.width, right=c.right) for c, cell in zip(columns, cells, strict=True)).rstrip()
+def _joined(columns: Sequence[Column], cells: Sequence[str], limit: int) -> Iterator[str]:
+    """Each cell below its head. One that is wider than its column begins further left if need be, and the next one on a new line."""
+    line, at = "", 0
+    for column, cell in zip(columns, cells, strict=True):
+        if cell:
+            begin = min(at, max(0, limit - width(cell)))
+            if line and width(line) + _GAP > begin:
+                yield line
+                line = ""
+            line = (pad(line, begin, right=False) + pad(cell, column.width, right=column.right)).rstrip()
+        at += column.width + _GAP
+    yield line
 
 
 def _shortened(cell: str, limit: int) -> str:
@@ -189,8 +202,8 @@ class Output:
 
     def table(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Aligned columns under a head line, on stdout. ``>`` before a head aligns right, ``~`` marks free text that may wrap; empty
-        columns are left out. On a terminal the table fits its width, or COLUMNS; elsewhere each row is one uncut line."""
-        for line in table_lines(heads, rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None):
+        columns are left out. The table fits the terminal, or COLUMNS, or 80 columns; elsewhere than on a terminal, no name is cut."""
+        for line in table_lines(heads, rows, shutil.get_terminal_size().columns, whole=not sys.stdout.isatty()):
             self.line(line)
 
 

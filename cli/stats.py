@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
@@ -59,6 +60,8 @@ def stats(url: str, *, by_rank: bool, heatmap: bool, trace: str | None, output: 
     """
     from ckpt.runs.report.history import is_checkpoint, read_history, read_save
 
+    if by_rank and heatmap:
+        raise UsageError("--ranks and --heatmap show the same in two ways", hint="give one of them")
     if not is_checkpoint(url):
         history = read_history(url)
         if history.saves or history.log:
@@ -348,6 +351,14 @@ def _price(text: str | None) -> tuple[str, float | None]:
     raise UsageError(f"{text!r} is not a price such as 2.50 or €2.50", where="--price")
 
 
+_WRITE_HINTS = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "name a file in an existing directory"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a file in a directory in which you may write"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free space there, or name a file elsewhere"),
+    errno.EISDIR: "this is a directory: name a file in it",
+}
+
+
 def _write(what: str, path: str, parts: Iterable[bytes]) -> None:
     """Write the whole file or nothing."""
     # An earlier file stays if the disk is full.
@@ -365,6 +376,5 @@ def _write(what: str, path: str, parts: Iterable[bytes]) -> None:
             os.unlink(part)
         if isinstance(err, BrokenPipeError):
             raise
-        raise StorageError(
-            f"the {what} cannot be written: {err.strerror or err}", where=path, hint="name a file in an existing directory"
-        ) from err
+        hint = _WRITE_HINTS.get(err.errno or 0, "name a file that can be written")
+        raise StorageError(f"the {what} cannot be written: {err.strerror or err}", where=path, hint=hint) from err

@@ -239,7 +239,7 @@ def tag(url: str, tags: tuple[str, ...], *, delete: bool, output: Output) -> Non
         raise UsageError("-d needs the TAGS to remove", hint=f"ckpt tag {url} lists them")
     odd = [tag for tag in tags if not tag or tag.split() != [tag]]
     if odd and not delete:  # there may be one of an earlier release
-        raise UsageError(f"{odd[0]!r} is no tag: a tag is a word without spaces", hint="give several tags as several arguments")
+        raise UsageError(f"{odd[0]!r} is not a tag: a tag is a word without spaces", hint="give several tags as several arguments")
     steps = list_steps(url)
     if not (steps and steps[0].members):
         open_catalog(url)  # so that a tag never keeps what cannot be opened
@@ -271,7 +271,7 @@ def rm(url: str, *, yes: bool, dry_run: bool, output: Output) -> None:
     """Show what removing the checkpoint at URL would free; with --yes, remove it. URL is on any storage.
 
     A checkpoint stays if it is tagged, if others of its run refer to its files or point into them, or if a part of a state needs it. Files
-    that are no part of the checkpoint stay, too. Of a symbolic link, only the link is removed.
+    that do not belong to the checkpoint stay, too. Of a symbolic link, only the link is removed.
 
     \b
     Example:

@@ -205,7 +205,7 @@ def diff(
     """Compare the checkpoints A and B, of any formats: names, shapes, dtypes, elements and values.
 
     Tensors that differ are listed with the largest difference first. The exit code is 0 if the checkpoints are equal and 3 if not. Two
-    NaNs are equal, and padding is ignored. Elements of two dtypes are compared as numbers; with --no-dtypes the dtypes are no difference,
+    NaNs are equal, and padding is ignored. Elements of two dtypes are compared as numbers; with --no-dtypes dtypes are ignored,
     and --tolerance 0,0.004 allows what a cast to bfloat16 rounds.
 
     \b
@@ -286,8 +286,7 @@ def _print_differences(report: DiffReport, output: Output) -> None:
     output.line(f"{verdict}: compared {compared} in {units.duration(report.seconds)}")
     if any(d.kind == "dtype" for d in report.differences):
         output.talk("elements were compared as numbers; to allow two dtypes and their rounding: --no-dtypes --tolerance 0,0.004")
-    if not report.tensors:
-        _suggest_root(report, output)
+    _suggest_names(report, output)
 
 
 def _severity(difference: TensorDifference) -> tuple[int, float, float, int, str]:
@@ -337,15 +336,30 @@ def _descend(path: str, left: Any, right: Any) -> Iterator[tuple[str, str | None
         yield path, None if left is _NOTHING else text(left), None if right is _NOTHING else text(right)
 
 
-def _suggest_root(report: DiffReport, output: Output) -> None:
-    """Where no name is in both: say so if one side has the names of the other below a key."""
+def _suggest_names(report: DiffReport, output: Output) -> None:
+    """Where the names of one side are those of the other below a key, or with another beginning: say which option makes them equal."""
     sides = [{d.name for d in report.differences if d.kind == kind} for kind in ("only-left", "only-right")]
     for inner, outer, how in ((sides[1], sides[0], ""), (sides[0], sides[1], " and B before A")):
-        keys = sorted({name.partition(".")[0] for name in outer})
+        keys = () if report.tensors else sorted({name.partition(".")[0] for name in outer})
         key = next((k for k in keys if inner and inner <= {name[len(k) + 1 :] for name in outer if name.startswith(f"{k}.")}), None)
         if key is not None:
             output.talk(f"no name is in both, but those below {key!r} are: add --root {key}{how}")
             return
+    if not all(sides):
+        return
+    name = min(sides[0])
+    same, like = max((_same_end(name, other), other) for other in sides[1])
+    old, new = ("".join(f"{part}." for part in each.split(".")[:-same]) for each in (name, like)) if same else ("", "")
+    renamed = {new + other.removeprefix(old) for other in sides[0] if other.startswith(old)} & sides[1]
+    if len(renamed) > 1 and 2 * len(renamed) >= len(sides[0]):
+        how = f"--rename {old}={new}" if old else f"--rename {new}= and B before A"
+        output.talk(f"{units.plural(len(renamed), 'name')} begin with {old!r} in A and with {new!r} in B: add {how}")
+
+
+def _same_end(name: str, other: str) -> int:
+    """How many of the last parts of two dotted names are the same."""
+    pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
+    return next((n for n, (one, two) in enumerate(pairs) if one != two), min(name.count("."), other.count(".")) + 1)
 
 
 def _short(text: str | None) -> str:

@@ -59,7 +59,7 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
     """Write the conversion, together with the other processes of ``work``. Every process gives the counts of all."""
     if conversion.name is not None:
         text = f"{conversion.format.name} writes one file, and a file is written by one process"
-        raise UsageError(text, where=conversion.url, hint="run the command in one process; --threads says how many threads it has")
+        raise UsageError(text, where=conversion.url, hint="run the command in one process; --threads sets its number of threads")
     plans: list[OutputPlan] = []
 
     def begin(rows: dict[int, Row]) -> Row:
@@ -68,7 +68,7 @@ def write_divided(conversion: Conversion, work: DividedWork, progress: ProgressC
             if row != expected:
                 raise ConsistencyError(
                     f"processes {first} and {rank} do not see the same source, or have other versions of ckpt",
-                    hint="give all of them a source on storage that they share; let nobody write to it meanwhile",
+                    hint="give all of them a source on storage that they share; do not write to it meanwhile",
                 )
         plans.append(conversion.begin(None))
         left = conversion.missing(plans[0])
@@ -167,7 +167,7 @@ def repaired(chosen: OutputSet, job: Mapping[str, int], *, threads: int | None =
         )
     masters, problem = misfit_masters(catalog, threads=threads)
     if not masters:
-        raise FormatError("no master can be compared with its weight, so nobody knows whether states are displaced", where=catalog.url)
+        raise FormatError("no master can be compared with its weight, so whether states are displaced is unknown", where=catalog.url)
     if problem is None:
         return chosen, RepairReport(needed=False, reason="every master is its weight", masters=masters)
     arguments = {**catalog.arguments, **job}
@@ -281,7 +281,7 @@ def convert(
         views: from the shapes of stored tensors to the tensors to make of them (``mapping.convention.translated``); filling becomes zeros.
         only, exclude: globs of new names.
         optimizer: take optimizers too (the default). ``hf`` never does.
-        dtype: of floating-point tensors that are no optimizer's: ``"bfloat16"`` and the like. By default as they are.
+        dtype: of floating-point tensors that do not belong to an optimizer: ``"bfloat16"`` and the like. By default as they are.
         root: the key of the state that has the model: for ``hf`` and ``megatron`` by default the only one with tensors, for
             ``torch_dist`` ``model``.
         skip: globs of stored names: these tensors are left out, and ``views`` does not see them.

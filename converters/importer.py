@@ -128,7 +128,7 @@ def _check_same(source: str, selection: SelectOptions, references: References) -
     """Raise CorruptError unless the files still say what ``references`` were made of."""
     contents, again = references.contents(), _point(open_catalog(source), selection).contents()
     if (again.sources, again.extents) != (contents.sources, references.extents):
-        raise CorruptError("the files changed while they were imported", where=source, hint="import again when nobody writes there")
+        raise CorruptError("the files changed while they were imported", where=source, hint="import again when the files no longer change")
 
 
 def _check_apart(journal: CheckpointJournal, source: Backend, contents: Contents) -> None:

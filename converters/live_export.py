@@ -319,7 +319,7 @@ def export(
             ``ckpt.load`` and ``ckpt.convert`` take as the whole model. It refers to ``since``, which must stay where it is. ``config`` is
             written with full exports alone.
         anchor_every: with ``since``, write a full export instead where this would be delta number ``anchor_every`` after a full one.
-        dequantize: write what quantised tensors stand for, in the dtype that they show. Each rank makes all of its own at once. Without
+        dequantize: write what quantised tensors stand for, in the dtype that they show. Each rank makes its values at once. Without
             it they are an error.
         check_replicas: compare what several ranks have of a tensor, as ``ckpt.save`` does. Without it, one rank's is written.
         memory: bytes of tensors that a rank has in windows at once.
@@ -328,7 +328,7 @@ def export(
     Raises:
         ConflictError: something is at ``url``.
         MismatchError: ``since`` has other tensors.
-        NotFoundError, FormatError, CorruptError: ``since`` is no export, or damaged.
+        NotFoundError, FormatError, CorruptError: ``since`` is not an export, or is damaged.
         NamesError, UsageError: a glob fits nothing, or the options do not fit each other, the state or the translation; or the model has
             adapters of PEFT.
         StateError, LayoutError, ConsistencyError, ReplicaError, StorageError, RankFailedError, DeadlineError: as for ``ckpt.save``.

@@ -156,7 +156,7 @@ def _opened(adapter: str) -> tuple[Mapping[str, Any], Catalog]:
     try:
         config = parse_json(backend.read_whole(CONFIG, settings.SIDE_FILE))
     except ValueError as err:
-        raise FormatError(f"{CONFIG} is no JSON: {err}", where=adapter) from err
+        raise FormatError(f"{CONFIG} is not JSON: {err}", where=adapter) from err
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise FormatError(f"an adapter of the kind {kind} cannot be merged", where=adapter, hint="PEFT's merge_and_unload may")
@@ -227,7 +227,7 @@ def _computed(
     product = (b[0], a[1]) if len(a) == len(b) == 2 and b[1] == a[0] else None
     if product is None or tuple(shape) != (product[::-1] if formula.transposed else product):
         what = f"{products[0]} {list(a)} and {products[1]} {list(b)} do not fit {wanted.name} {list(shape)}"
-        raise ShapeError(what, where=sources[1], hint="the adapter is of another model, or of a layer that is no linear one")
+        raise ShapeError(what, where=sources[1], hint="the adapter is of another model, or of a layer that is not linear")
     if own is not None and weights.tensors[own].shape != shape:
         what = f"{own} {list(weights.tensors[own].shape)} of the adapter does not fit {wanted.name} {list(shape)}"
         raise ShapeError(what, where=sources[1], hint="resize the embeddings of the base first")
@@ -269,10 +269,10 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int, where: str) -> f
     )
     if configured != rank:
         raise ShapeError(
-            f"{CONFIG} says rank {configured} of {module}, and its tensors have {rank}", where=where, hint="save the adapter again"
+            f"{CONFIG} has rank {configured} for {module}, and its tensors have {rank}", where=where, hint="save the adapter again"
         )
     if not isinstance(alpha, (int, float)) or isinstance(alpha, bool):
-        raise FormatError(f"{CONFIG} says lora_alpha {alpha!r} of {module}", where=where, hint="save the adapter again")
+        raise FormatError(f"{CONFIG} has lora_alpha {alpha!r} for {module}", where=where, hint="save the adapter again")
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -297,7 +297,7 @@ def merge(
         schedule: ``linear``, ``cosine`` or ``sqrt``: weights that stand for such a decay of the learning rate (``SCHEDULES``
             has the formulas). Sources are then in the order of training, the oldest first.
         any_sum: take weights whose sum is not 1.
-        values_from: number of the source of all values that are no averaged tensors: step, options, random number generators.
+        values_from: number of the source of all values that are not averaged tensors: step, options, random number generators.
         copy: globs of tensors that come from this source too, instead of being averaged or compared.
         allow_nan: let elements that are NaN or infinite make the result so. By default they are an error.
         part, dry_run, progress: see ``convert``.

@@ -43,7 +43,7 @@ _SAID_BY = {
 class MegatronParallel:
     """Ranks of tensor, pipeline and expert parallelism, and how many virtual stages each pipeline rank has.
 
-    ``arguments`` of the job, by their names in Megatron-LM's ``args``, go before what the source tells: ``transformer_impl``,
+    ``arguments`` of the job, by their names in Megatron-LM's ``args``, override those of the source: ``transformer_impl``,
     ``make_vocab_size_divisible_by``, ``decoder_first_pipeline_num_layers`` and the like.
 
     Raises:
@@ -64,7 +64,7 @@ class MegatronParallel:
         twice = sorted(self.arguments.keys() & _SAID_BY.keys())
         if twice:
             hint = f"MegatronParallel({_SAID_BY[twice[0]]}=…): --tp, --pp, --vpp, --ep"
-            raise UsageError(f"the argument {twice[0]} is an option of its own", hint=hint)
+            raise UsageError(f"the argument {twice[0]} is a separate option", hint=hint)
 
 
 # How the tensors of a file are cut into windows: ranges of the file that are read, held in memory and written at once. Pure.
@@ -264,7 +264,7 @@ def parent_and_name(url: str) -> tuple[str, str]:
     """
     head, slash, name = url.rpartition("/")
     if not name or url.endswith("://" + name):
-        raise UsageError("this is no file to write to", where=url, hint="name a file")
+        raise UsageError("this is not a file to write to", where=url, hint="name a file")
     return ((head or "/") if slash else "."), name
 
 

@@ -100,7 +100,7 @@ class Destination:
             raise ConflictError(
                 f"a conversion was begun here and did not finish ({self.record})",
                 where=self.url,
-                hint="export to another URL, let `ckpt convert` go on, or remove what is there",
+                hint="export to another URL, let `ckpt convert` continue, or remove the files there",
             )
         return begun.files, begun.replaces
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -117,12 +118,12 @@ def _commands() -> str:
         usage = " ".join(command.collect_usage_pieces(context))
         lines += [f"## ckpt {name}", "", "```text", f"ckpt {name} {usage}", "```", "", text.replace("\b\n", "").strip(), ""]
         lines += ["```sh", inspect.cleandoc(example), "```", ""] if example else []
-        lines += ["| option | meaning |", "|---|---|"]
+        rows = []
         for option in command.get_params(context):
             record = option.get_help_record(context) if isinstance(option, click.Option) else None
             if record is not None and not _GENERAL & set(option.opts):
-                lines.append("| " + " | ".join(f"`{cell}`" if n == 0 else cell for n, cell in enumerate(_cell(c) for c in record)) + " |")
-        lines.append("")
+                rows.append(f"| `{_cell(record[0])}` | {_cell(record[1])} |")
+        lines += ["| option | meaning |", "|---|---|", *rows, ""] if rows else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -174,6 +175,8 @@ def _parameter(parameter: inspect.Parameter) -> str:
         text += f": {_annotation(parameter.annotation)}"
     if parameter.default is parameter.empty:
         return text
+    if parameter.default is os.environ:  # not the variables of whoever builds the site
+        return f"{text} = os.environ"
     default = re.sub(
         r"<\w+\.(\w+): \d+>", r"\1", re.sub(r"<function [^>]*>+ at 0x\w+>|<function \S+ at 0x\w+>", "…", repr(parameter.default))
     ).replace("<factory>", "…")  # members of enumerations by name

@@ -52,6 +52,7 @@ def on_config(config: Any) -> Any:
     config.nav = [
         {"API": api} if "API" in entry else {"Repository": repository()} if "Repository" in entry else entry for entry in config.nav
     ]
+    config.site_name = f"ckpt {ckpt.__version__}"
     config.copyright = f"ckpt {ckpt.__version__} · Apache-2.0"
     return config
 
@@ -63,5 +64,7 @@ def on_files(files: Any, *, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Called by mkdocs for each page."""
+    """Called by mkdocs for each page. A search finds pages that explain before those that list."""
+    if page.file.generated_by:
+        page.meta["search"] = {"boost": 0.3}
     return outward(markdown, page.file.src_uri, repository())

@@ -38,7 +38,7 @@ def open_dcp(backend: Backend) -> ExternalCatalog:
     """Open what ``recognises`` found."""
     if METADATA not in backend.list_dir():
         hint = "save it with use_collectives=True"
-        raise FormatError("every rank kept metadata of its own, which do not make one checkpoint", where=backend.url, hint=hint)
+        raise FormatError("every rank kept its own metadata, which do not make one checkpoint", where=backend.url, hint=hint)
     metadata = read_metadata(backend)
     items = [box.item for stored in metadata.tensors.values() for box in stored.boxes]
     paths = sorted({item.path for item in (*items, *metadata.values.values())})

@@ -230,7 +230,7 @@ def archive_of(backend: Backend, item: DcpItem, cached: ItemEnds) -> Archive:
     window.preload(cached)
     if not cached[0][1].startswith(MAGIC):
         raise FormatError(
-            "an item is no archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
+            "an item is not an archive of `torch.save`", where=window.where, hint="items in other serialization formats are not read"
         )
     return Archive(backend, window)
 

@@ -213,7 +213,7 @@ def decode_section(section: Section, length: int, itemsize: int, where: str) -> 
     if section.width not in (0, *WIDTHS):
         _damaged(f"gaps of {section.width} bytes", where)
     if len(section.values) % kind.itemsize or (section.width and len(section.codes) % section.width):
-        _damaged(f"{len(section.codes):,} bytes of gaps and {len(section.values):,} of values, which are no whole ones", where)
+        _damaged(f"{len(section.codes):,} bytes of gaps and {len(section.values):,} of values, which are not whole ones", where)
     values = section.values.view(kind)
     if section.width == 0:
         if len(section.codes) or len(section.values) not in (0, length):

@@ -108,7 +108,7 @@ class DeltaManifest:
             known = fields["format"] == _FORMAT
             version = fields["version"]
         except (ValueError, KeyError, TypeError) as err:
-            raise _damaged(f"is no manifest of a delta ({err!r})", where) from err
+            raise _damaged(f"is not a manifest of a delta ({err!r})", where) from err
         if not known or version != VERSION:
             raise FormatError(
                 f"this is a delta of version {version!r}", where=where, hint=f"this software reads version {VERSION}: update it"
@@ -160,13 +160,13 @@ def _relative(export: str, url: str) -> str:
 
 def _text(value: object) -> str:
     if type(value) is not str or not value or len(value) > 4096:
-        raise ValueError(f"{value!r:.80} is no text")
+        raise ValueError(f"{value!r:.80} is not text")
     return value
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise ValueError(f"{value!r:.80} is no count")
+        raise ValueError(f"{value!r:.80} is not a count")
     return value
 
 

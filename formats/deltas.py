@@ -336,7 +336,7 @@ def _links(backend: Backend, allowed: Sequence[str] | None) -> list[Link]:
     while True:
         sections, result = read_sections(backend, manifest.files, manifest.tensors)
         if result != manifest.result:
-            _damaged(f"the sections of this delta make {result}, and its manifest says {manifest.result}", backend.url)
+            _damaged(f"the sections of this delta make {result}, in its manifest {manifest.result}", backend.url)
         links.append(Link(url=backend.url, backend=backend, manifest=manifest, sections=sections))
         base = manifest.base
         for export in (base, manifest.anchor):
@@ -360,7 +360,7 @@ def _links(backend: Backend, allowed: Sequence[str] | None) -> list[Link]:
         if manifest.id != base.id:
             _damaged(f"this delta follows version {base.id} of {base.url}, but {manifest.id} is there", above)
         if (manifest.number, manifest.anchor.id, manifest.tensors) != (after.number - 1, after.anchor.id, after.tensors):
-            _damaged(f"{base.url} is no delta of the same chain", above)
+            _damaged(f"{base.url} is not a delta of the same chain", above)
 
 
 def _read_manifest(backend: Backend) -> DeltaManifest:
@@ -398,11 +398,11 @@ def _open_anchor(url: str) -> tuple[ExternalCatalog, str]:
             raise NotFoundError("there is no export", where=url, hint="check the URL")
         backend, names = single, [single.name]
     if not is_safetensors(backend, names):
-        raise FormatError("this is no export that a delta can follow: no safetensors files", where=url, hint="export a full anchor")
+        raise FormatError("a delta cannot follow this export: no safetensors files", where=url, hint="export a full anchor")
     try:
         anchor = read_checked(backend, "", partial(open_safetensors, backend), faults=(CorruptError, FormatError))
     except CkptError as err:
-        raise FormatError(f"this is no export that a delta can follow: {err.message}", where=url, hint="export a full anchor") from err
+        raise FormatError(f"a delta cannot follow this export: {err.message}", where=url, hint="export a full anchor") from err
     # What tells an anchor from others of the same shapes: names, dtypes, shapes and places of all tensors, and samples of the bytes
     entries = [e for e in anchor.tensors.values() if e.nbytes]
     extents = anchor.extents_of([(e, n) for e in entries for n in range(len(e.grid))])
@@ -423,9 +423,7 @@ def _tensors(anchor: ExternalCatalog, url: str) -> tuple[DeltaTensor, ...]:
     """All tensors by name; each must lie in one piece."""
     parted = [e.name for e in anchor.tensors.values() if len(e.grid) != 1]
     if parted:
-        raise FormatError(
-            f"this is no export that a delta can follow: {parted[0]} lies in several files", where=url, hint="export a full anchor"
-        )
+        raise FormatError(f"a delta cannot follow this export: {parted[0]} lies in several files", where=url, hint="export a full anchor")
     return tuple(DeltaTensor(name=e.name, dtype=e.dtype, shape=e.shape) for e in anchor.tensors.values())
 
 
@@ -443,7 +441,7 @@ def _entry(tensor: DeltaTensor, place: AnchorPlace, sections: TensorSections, fi
     for start, stop in sections.rows[:, [START, STOP]].tolist():
         of = flat_to_boxes(tensor.shape, start, stop)
         if len(of) != 1:
-            _damaged(f"a section of tensor {tensor.name} is no box of it: elements [{start}:{stop}]", url)
+            _damaged(f"a section of tensor {tensor.name} is not a box of it: elements [{start}:{stop}]", url)
         boxes += of
     grid, order = grid_of(tensor.name, tensor.shape, [(b.offset, b.shape) for b in boxes], [file] * len(boxes), url)
     size = tensor.dtype.itemsize

@@ -60,7 +60,7 @@ class ReadOnly(Backend):
         self._refuse("")
 
     def _refuse(self, path: str) -> NoReturn:
-        raise AccessError(f"{self.why}: {path}", where=self.url, hint="write to a URL of its own")
+        raise AccessError(f"{self.why}: {path}", where=self.url, hint="write to a separate URL")
 
 
 _M = TypeVar("_M", bound=Callable[..., Any])

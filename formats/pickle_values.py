@@ -188,7 +188,7 @@ class PickleValues:
             self.damaged("a tensor without a storage")
         kind, of, key, _, count, *_ = value.id
         if kind != "storage" or type(of) is not GlobalName or type(key) is not str:
-            self.damaged("a reference that is no storage")
+            self.damaged("a reference that is not a storage")
         if of.name not in _STORAGES:
             self.refuse(f"a storage of the kind {of}")
         name = _STORAGES[of.name]

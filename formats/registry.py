@@ -206,10 +206,10 @@ def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequenc
     from ckpt.formats.native.virtual import MARKS as JOINT_MARKS
 
     if not names:
-        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL; `ckpt ls` shows what is there")
+        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL; `ckpt ls` lists the checkpoints there")
     if CONVERTING in names:
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
-        raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it goes on; or the same export")
+        raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it continues; or the same export")
     if _is_data(backend, names):
         message = "these are the data files of a checkpoint, which say nothing without its index"
         raise FormatError(message, where=url, hint="name the directory above it")

@@ -87,7 +87,7 @@ def parse_header(data: bytes, size: int, where: str) -> FileHeader:
     content = _json(data[8:start], where)
     metadata = content.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
-        _damaged(where, "metadata that are no texts")
+        _damaged(where, "metadata that are not texts")
     tensors = {name: _stored(name, entry, start, where) for name, entry in content.items()}
     _check_cover(tensors, start, size, where)
     return FileHeader(tensors, {k: v for k, v in metadata.items() if isinstance(v, str)})

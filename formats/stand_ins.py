@@ -173,7 +173,7 @@ class Meanings(Protocol):
 
 def count_of(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_BYTES:
-        raise ValueError(f"a {type(value).__name__} that is no count")
+        raise ValueError(f"a {type(value).__name__} that is not a count")
     return value
 
 
@@ -182,7 +182,7 @@ def counts(value: Any) -> tuple[int, ...]:
     if type(value) is Made and value.name == "torch.Size":
         (value,) = value.args
     if type(value) not in (tuple, list, Size):
-        raise ValueError(f"a {type(value).__name__} that is no list of counts")
+        raise ValueError(f"a {type(value).__name__} that is not a list of counts")
     if len(value) > 64:
         raise ValueError(f"{len(value)} dimensions")
     for n in value:

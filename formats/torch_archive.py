@@ -165,7 +165,7 @@ def read_directory(window: FileRange) -> dict[str, ZipRecord]:
     except CkptError:  # some are an OSError or a ValueError, too; storage that fails is no damage
         raise
     except (BadZipFile, NotImplementedError, OSError, ValueError, struct.error) as err:
-        _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is no zip archive", err)
+        _damaged(window, f"no end of its directory, or one that is damaged ({err}): it was cut off, or is not a zip archive", err)
     return records
 
 
@@ -177,7 +177,7 @@ def _check_end(window: FileRange, at: int, count: int) -> None:
     if end is None or len(data) < end.size:
         _damaged(window, "no end right after its directory")
     if (says := end.unpack_from(data)) != (0, 0, count, count):
-        _damaged(window, f"a directory of {count:,} records, and its end says {says[-1]:,}")
+        _damaged(window, f"a directory of {count:,} records, its end lists {says[-1]:,}")
 
 
 def _record(window: FileRange, info: ZipInfo, limit: int) -> ZipRecord:
@@ -206,7 +206,7 @@ def data_offset(record: ZipRecord, header: bytes, where: str) -> int:
     named = header[LOCAL_SIZE : LOCAL_SIZE + name_len] == record.name.encode()
     if magic != b"PK\3\4" or not named or method or flags & 0x41 or not _ends(record, start, described=bool(flags & 8)):
         raise CorruptError(
-            f"the record {record.name!r} is not where the directory of the archive says", where=where, hint="get the file again"
+            f"the record {record.name!r} is not at its place in the directory of the archive", where=where, hint="get the file again"
         )
     return start
 

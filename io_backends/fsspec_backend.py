@@ -73,7 +73,7 @@ class FsspecBackend(Backend):
         info = self._fs.info(self._place.key(path))
         if info["type"] != "file":
             raise NotFoundError(
-                "cannot read: it is not a file", where=self._place.where(path), hint="check the URL; `ckpt ls` shows what is there"
+                "cannot read: it is not a file", where=self._place.where(path), hint="check the URL; `ckpt ls` lists the checkpoints there"
             )
         return int(info["size"])
 
@@ -110,7 +110,7 @@ class FsspecBackend(Backend):
         raise StorageError(
             f"the storage gave {len(data)} of {wanted} bytes from offset {offset}, {TRIES} times",
             where=self._place.where(path),
-            hint="try again; if nobody replaces the object all the time, report it to whoever keeps the fsspec file system",
+            hint="try again; if no process keeps replacing the object, report it to the maintainers of the fsspec file system",
         )
 
     def _range_or_nothing(self, path: str, offset: int, length: int) -> bytes:

@@ -56,7 +56,7 @@ def mapped(err: Exception, where: str, doing: str, *, reading: bool, conceal: Se
     text = _text(err, conceal)
     message = f"cannot {doing}: {text}"
     if reading and is_absence(err):
-        return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
+        return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` lists the checkpoints there")
     if is_refusal(err):
         return AccessError(message, where=where, hint=access_hint(where))
     if isinstance(err, FileExistsError) or status_of(err) == 412:

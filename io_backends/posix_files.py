@@ -41,8 +41,8 @@ _HINTS = {
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
 }
 _KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a character device", stat.S_IFBLK: "a block device"}
-SLICE = 256 << 10
-"""Bytes that are hashed right after they were copied: they, and where they were copied to, still lie in a core's own cache."""
+SLICE = 1 << 20
+"""Bytes that are hashed right after they were copied, while a cache has them. Shorter ones gain less there than their calls cost."""
 _TRIES = 16
 _T = TypeVar("_T")
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start, do not wait
@@ -76,7 +76,7 @@ def _mapped(err: OSError, where: str, doing: str, *, reading: bool) -> CkptError
     elif code in _NO_ACCESS:
         kind, hint = AccessError, "check owner and mode of the directories and whether the file system is mounted read-only"
     elif reading and code in _NOT_THERE:
-        kind, hint = NotFoundError, "check the URL; `ckpt ls` shows what is there"
+        kind, hint = NotFoundError, "check the URL; `ckpt ls` lists the checkpoints there"
     mapped = kind(f"cannot {doing}: {err.strerror or err}", where=where, hint=hint)
     mapped.errno = code
     return mapped
@@ -87,7 +87,7 @@ def regular_size(status: os.stat_result, file: str) -> int:
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     if stat.S_ISDIR(status.st_mode):
-        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` shows what is there")
+        raise NotFoundError("cannot read: it is not a file", where=file, hint="check the URL; `ckpt ls` lists the checkpoints there")
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
     raise CorruptError(f"cannot read: it is {kind}, not a file", where=file, hint="nothing was read from it; restore the file from a copy")
 

@@ -65,9 +65,9 @@ _file: tuple[Any, dict[str, Configured]] = (None, {})
 
 
 def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, filesystem: Any = None) -> None:
-    """Say how the storage at ``url`` and everything below it is reached. It holds in this process, for all calls, until it is said anew.
+    """Say how the storage at ``url`` and everything below it is reached. It holds in this process, for all calls, until it is set again.
 
-    Of several URLs that fit, the longest decides, alone. Without options and file system, what was said of ``url`` is forgotten. Each
+    Of several URLs that fit, the longest decides, alone. Without options and file system, the settings of ``url`` are removed. Each
     rank calls it for itself. Nothing of it is stored, sent to other ranks or logged.
 
     Args:
@@ -88,7 +88,7 @@ def configure_storage(url: str | os.PathLike[str], storage_options: Mapping[str,
     if storage_options is not None and not isinstance(storage_options, Mapping):
         raise UsageError(f"storage_options is a dict, not {type(storage_options).__name__}", where=url, hint='such as {"anon": True}')
     if filesystem is not None and not hasattr(filesystem, "cat_file"):
-        raise UsageError(f"{type(filesystem).__name__} is no fsspec file system", where=url, hint="fsspec.filesystem(...) gives one")
+        raise UsageError(f"{type(filesystem).__name__} is not an fsspec file system", where=url, hint="fsspec.filesystem(...) gives one")
     configured = Configured(options=_copied(storage_options or {}), filesystem=filesystem)
     key = _checked(url, configured)
     with _lock:
@@ -133,7 +133,7 @@ def _of_file(path: str) -> dict[str, Configured]:
         if _file[0] != state:
             content = parse_json(Path(path).read_bytes())
             if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
-                raise ValueError("it is no JSON object of URLs, each with an object of options")
+                raise ValueError("it is not a JSON object of URLs, each with an object of options")
             by_url = {url: Configured(options=options) for url, options in content.items()}
             _file = (state, {_checked(url, configured): configured for url, configured in by_url.items()})
     except UsageError:

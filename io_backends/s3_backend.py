@@ -50,7 +50,7 @@ class S3SharedObject(SharedWriter, S3Writer):
     def _put(self, offset: int, views: list[memoryview]) -> None:
         length = sum(view.nbytes for view in views)
         if offset % self._part or (length % self._part and offset + length != self._size) or len(views) != 1:
-            raise UsageError(f"these are no whole parts of {self._part} bytes: {length} at {offset}", where=self._key.where)
+            raise UsageError(f"these are not whole parts of {self._part} bytes: {length} at {offset}", where=self._key.where)
         run_tasks([partial(self._send_whole, p) for p in self._places(offset, views)], LANES, "ckpt-s3-write")
 
     def flush(self) -> dict[str, str]:

@@ -323,11 +323,11 @@ def _of_answer(err: ClientError, message: str, where: str) -> CkptError:
         return NotFoundError(f"the bucket does not exist: {message}", where=where, hint=hint)
     if code == "NoSuchUpload":
         hint = "look for a clean-up, or a lifecycle rule of the bucket, that ends uploads which are still written to"
-        return StorageError(f"{message}: somebody ended the upload", where=where, hint=hint)
+        return StorageError(f"{message}: another process ended the upload", where=where, hint=hint)
     if _lost_directory(err):
         return StorageError(message, where=where, hint="the store lost what was being written: save again, and report it to its operator")
     if status == 404:
-        return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` shows what is there")
+        return NotFoundError(message, where=where, hint="check the URL; `ckpt ls` lists the checkpoints there")
     if code in _FULL or status == 507:
         return NoSpaceError(message, where=where, hint="free space in the bucket, or raise its quota")
     if code in _CLOCK:

@@ -158,3 +158,4 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         if name.startswith(("CKPT_", "FSSPEC_")) or name in {"NO_COLOR", "FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE", "COLUMNS", "LINES"}:
             monkeypatch.delenv(name)
     monkeypatch.setenv("CKPT_MEMORY_DIR", str(NO_DAEMON))
+    monkeypatch.setenv("COLUMNS", "1000")  # each row of a table is one line

@@ -10,7 +10,9 @@ import re
 import shlex
 import shutil
 import traceback
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -65,6 +67,10 @@ def run_guides(pipe: Connection, guides: list[Path], folder: Path) -> None:
             (folder / guide.stem).mkdir()
             os.chdir(folder / guide.stem)
             assert run_guide(guide)
+            if guide.stem == "preemption":  # a second time, it resumes
+                with redirect_stdout(StringIO()) as text:
+                    run_guide(guide)
+                assert text.getvalue() == "resumed from 3, saved 6\n"
         pipe.send({guide.stem for guide in guides})
     except BaseException:  # noqa: BLE001  the test shows it
         pipe.send(traceback.format_exc())
@@ -159,6 +165,7 @@ RIDDLES = {
     "goes on": r"(?:go|goes|going|went|gone) on",
 }
 """Turns of speech that readers stumbled over. The mark is none."""
+HEARD_IN_ERRORS = set(RIDDLES) - {"what without a noun"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=lambda path: str(path.relative_to(ROOT)))
@@ -166,6 +173,19 @@ def test_a_page_is_plain_english(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
     found = {name: [m[0] for m in re.finditer(rf".{{0,30}}\b(?:{pattern})\b.{{0,20}}", text)] for name, pattern in RIDDLES.items()}
     assert {name: places for name, places in found.items() if places} == {}
+
+
+@pytest.mark.parametrize("room", ["ckpt", "formats", "io_backends", "converters", "cli"])
+def test_an_error_is_plain_english(room: str) -> None:
+    """Messages and hints, and the text that f-strings have around values."""
+    found = []
+    for path in (ROOT / room).rglob("*.py"):
+        if path.is_relative_to((ROOT / "ckpt").resolve()) or room != "ckpt":
+            for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+                if re.search("Error$|damaged$", getattr(call.func, "id", getattr(call.func, "attr", ""))):
+                    for text in (n.value for n in ast.walk(call) if isinstance(n, ast.Constant) and isinstance(n.value, str)):
+                        found += [f"{path.name}: {text}" for name in HEARD_IN_ERRORS if re.search(rf"\b(?:{RIDDLES[name]})\b", text)]
+    assert found == []
 
 
 def test_a_riddle_is_noticed() -> None:
@@ -340,12 +360,24 @@ def test_classes_of_errors_exist() -> None:
 # --------------------------------------------------------------------------------------------------------------------- API
 
 
-def test_the_pages_of_the_api_have_every_public_name() -> None:
+def test_the_pages_of_the_api_have_every_public_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_BUILDER", "c0ffee")
     module = load_script("generated_pages", DOCS / "generated_pages.py")
+    assert [path for path, text in module.pages().items() if re.search("c0ffee| at 0x|" + re.escape(str(ROOT)), text)] == []
     listed = {name for _, _, _, names in module.MODULES for name in names}
     assert set(ckpt.__all__) - listed - {*ckpt.FACES, "CkptError", "__version__"} == set()
     for path, _, _, names in module.MODULES:
         assert [name for name in names if f"\n## {name}\n" not in module.pages()[path]] == []
+
+
+def test_the_pages_of_the_api_are_plain_english() -> None:
+    """Public docstrings and help texts, but for the interfaces of plug-ins."""
+    pages, found = load_script("generated_pages", DOCS / "generated_pages.py").pages(), []
+    for path in sorted(pages.keys() - {"api/io_backends.md", "api/formats.md", "api/converters.md"}):
+        text = re.sub(r"```.*?```|`[^`]*`", "", pages[path], flags=re.DOTALL)
+        for name in HEARD_IN_ERRORS:
+            found += [f"{path}: {m[0]}" for m in re.finditer(rf".{{0,30}}\b(?:{RIDDLES[name]})\b.{{0,20}}", text)]
+    assert found == []
 
 
 def test_the_page_of_commands_has_every_option() -> None:
@@ -356,5 +388,6 @@ def test_the_page_of_commands_has_every_option() -> None:
         seen.add(name.split()[0])
         options = {option for parameter in command.params if isinstance(parameter, click.Option) for option in parameter.opts}
         general = {"--json", "-q", "--quiet", "-v", "--verbose", "--color"}
+        assert "|---|---|\n\n" not in section, "a table without rows"
         assert "```sh\n" in section and [option for option in options - general if option not in section] == []
     assert seen == set(COMMANDS)

@@ -79,7 +79,7 @@ def test_memory_of_another_ring_is_refused() -> None:
     smaller = SlotPool(1, 4096, 3, shared=True, timeout=5)
     there, back = os.pipe()
     try:
-        for file, why in ((other.file, "another process"), (smaller.file, "another size"), (there, "no shared memory of ours")):
+        for file, why in ((other.file, "another process"), (smaller.file, "another size"), (there, "not shared memory of ckpt")):
             with pytest.raises(OSError, match=why):
                 AttachedPool(ours.announcement()._replace(file=file))
         with pytest.raises(FileNotFoundError):

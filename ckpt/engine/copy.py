@@ -18,9 +18,9 @@ from ckpt import settings, units
 from ckpt.concurrency import imap_unordered
 from ckpt.errors import ConflictError, CorruptError, FormatError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import NativeCatalog, read_index_file, replacement_noticed
-from ckpt.formats.native.clearing import check_free, check_no_link, check_there, claim, resume
+from ckpt.formats.native.clearing import check_free, check_no_link, check_no_run, check_there, claim, resume
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
-from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path, step_number
+from ckpt.formats.native.paths import CLEARING, FILES, SPANS, index_path
 from ckpt.formats.native.writer import CheckpointJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.checks import read_checked
@@ -75,7 +75,7 @@ def copy_checkpoint(
     """Copy the checkpoint at ``source`` to ``target``, two URLs of any storage. Metrics and tags go with it. What it refers to in other
     checkpoints is copied too: the copy needs none of them.
 
-    A copy that was interrupted goes on: files that are at the target already are read and compared with their digests, and only the
+    A copy that was interrupted continues: files that are at the target already are read and compared with their digests, and only the
     others are copied. If the same checkpoint is committed there, its files are compared and missing ones are copied; its record stays.
 
     Within one object store, the store copies the bytes of larger files by itself: only headers, indexes and small files come here and are
@@ -89,9 +89,9 @@ def copy_checkpoint(
 
     Raises:
         NotFoundError, NotCommittedError: there is no checkpoint at ``source``.
-        FormatError: it is of another format, whose files nobody says.
+        FormatError: it is of another format, whose files are unknown.
         CorruptError: it is damaged, or the same checkpoint at ``target`` is. Nothing is committed.
-        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or files are there that are no part of an
+        ConflictError: another checkpoint is, or meanwhile was, committed at ``target``, or files are there that do not belong to an
             unfinished copy, or ``target`` is a symbolic link. What is there stays as it is.
         UsageError: ``target`` is ``source``, or a run.
         StorageError: the storage failed. What is whole at the target stays there for the next attempt.
@@ -176,7 +176,7 @@ class Transfer:
         catalog = open_catalog(source)
         if not isinstance(catalog, NativeCatalog):
             raise FormatError(
-                f"only checkpoints in the format of ckpt that have files of their own can be copied; this is {catalog.format}",
+                f"only checkpoints in the format of ckpt that have all of their files can be copied; this is {catalog.format}",
                 where=source,
                 hint="convert it: `ckpt convert --to native`, or copy it with the tools of the storage",
             )
@@ -221,10 +221,8 @@ class Transfer:
         check_no_link(self.target)
         data = read_record(self.target)
         if data is None:
-            steps = [n for n in self.target.list_dir() if n.endswith("/") and step_number(n) is not None]
-            if steps:
-                hint = f"name the step's own URL, such as {self.target.url}/{steps[-1].rstrip('/')}-copy; `ckpt cp SRC DST/` keeps its name"
-                raise UsageError("the target is a run, not a place for one checkpoint", where=self.target.url, hint=hint)
+            hint = f"name the copy's own URL, such as {self.target.url}/copy; `ckpt cp SRC DST/` keeps the name of the step"
+            check_no_run(self.target, hint)
             if not replace:  # a job publishes beside what its user keeps there
                 check_free(self.target, "copy")
             return False

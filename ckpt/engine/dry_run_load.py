@@ -80,7 +80,7 @@ def dry_run(url: str, state: object, group: Group, options: LoadOptions) -> Load
         files=len(forecast.paths),
         memory=forecast.memory,
         dry_run=True,
-        estimated_from=known.get("measured", "a probe: a sample of these reads"),
+        estimated_from=known.get("measured", "a probe of these reads"),
     )
 
 
@@ -247,7 +247,7 @@ def forecast_on_mesh(
         ranks=tuple(ranks),
         replicated=tuple(whole) if "tp" in rules.mesh.names and rules.mesh.size("tp") > 1 else (),
         seconds=seconds,
-        estimated_from="a probe: a sample of these reads, by this process alone",
+        estimated_from="a probe of these reads, by this process alone",
     )
 
 

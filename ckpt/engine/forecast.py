@@ -38,7 +38,7 @@ from ckpt.engine.save.options import SaveOptions, SaveReport
 from ckpt.engine.save.plan import NO_ID, RankPlan
 from ckpt.engine.save.save import RankShare, begin_row, prepare
 from ckpt.errors import CkptError
-from ckpt.formats.native.clearing import check_no_link
+from ckpt.formats.native.clearing import check_no_link, check_no_run
 from ckpt.formats.native.commit import CommitRecord, read_record
 from ckpt.formats.native.datafile import plan_coded_file
 from ckpt.formats.native.paths import step_number
@@ -317,6 +317,8 @@ def dry_run(url: str, state: object, group: Group, options: SaveOptions) -> Save
 
         def decide(rows: dict[int, Row]) -> Row:
             check_no_link(share.backend)
+            if read_record(share.backend) is None:
+                check_no_run(share.backend)
             known = list(job.cache.tables)  # a copy: the next save is still the first one, if it is
             leader = Leader(call=call, backend=share.backend, options=options, known=known)
             tables = leader.join(rows)

@@ -127,7 +127,7 @@ class CkptReader(StorageReader):
     def known(self) -> _Known:
         if self._known is None:
             if self.checkpoint_id is None:
-                raise UsageError("where to load from is not said", hint="CkptReader(url), or checkpoint_id= for dcp.load")
+                raise UsageError("no place to load from is given", hint="CkptReader(url), or checkpoint_id= for dcp.load")
             self._known = _know(open_catalog(self.checkpoint_id))
         return self._known
 
@@ -285,7 +285,7 @@ class CkptWriter(StorageWriter):
     @property
     def url(self) -> str:
         if self.checkpoint_id is None:
-            raise UsageError("where to save is not said", hint="CkptWriter(url), or checkpoint_id= for dcp.save")
+            raise UsageError("no place to save to is given", hint="CkptWriter(url), or checkpoint_id= for dcp.save")
         return self.checkpoint_id
 
     @classmethod

@@ -42,7 +42,7 @@ class RayCheckpointer(Checkpointer):
 
     def __init__(self, root: str | os.PathLike[str], *, look_every: int = 10, **arguments: Any) -> None:
         if arguments.get("local") is not None or arguments.get("memory") is not None:
-            raise UsageError("Ray is told of checkpoints at the root alone", hint="leave local= and memory= out")
+            raise UsageError("only checkpoints at the root are reported to Ray", hint="leave local= and memory= out")
         super().__init__(root, **arguments)
         self._look_every, self._looks = look_every, 0
         self._preempted_nodes: set[str] = set()

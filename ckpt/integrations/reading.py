@@ -158,7 +158,7 @@ class NamedRun(Checkpointer):
     def __init__(self, root: str, name: str, **options: Any) -> None:
         wrong = [key for key in ("local", "memory", "member") if options.get(key)]
         if wrong:
-            raise UsageError(f"{wrong[0]}= does not go with names of a framework", hint="save with a ckpt.Checkpointer of your own")
+            raise UsageError(f"{wrong[0]}= does not go with names of a framework", hint="save with your own ckpt.Checkpointer")
         self._name = name
         self._elsewhere: SaveHandle | None = None
         self._saving = {k: v for k, v in options.items() if k in (*SaveArguments.__annotations__, "capture", "staging_bytes")}

@@ -69,7 +69,7 @@ def take_weights(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) 
     """
     tensors = list(itertools.islice(named_tensors, 2))  # it may be a generator; of weights the rest is not made
     if [name for name, _ in tensors] != ["ckpt"]:
-        raise UsageError("these tensors are no request for ckpt", hint="give ckpt.integrations.sglang.update_request(address)")
+        raise UsageError("these tensors are not a request for ckpt", hint="give ckpt.integrations.sglang.update_request(address)")
     given = parse_object(bytes(tensors[0][1].cpu().numpy()))
     step, progress, kind = given.pop("step", None), bool(given.pop("progress", False)), type(model).__name__
     own: dict[str, Any] | None = next((options for glob, options in given.pop("models", {}).items() if fnmatchcase(kind, glob)), {})

@@ -151,7 +151,9 @@ class BestOfTrainer(KeepPolicy):
         return "load_best_model_at_end"
 
     def choose(self, steps: Sequence[StepInfo], now: datetime | None) -> dict[int, str]:
-        return {s.step: repr(self) for s in steps if s.step == self.trainer.state.best_global_step}
+        state = self.trainer.state
+        best = {state.best_global_step, _step_of(state.best_model_checkpoint)}  # the first may not have been saved
+        return {s.step: repr(self) for s in steps if s.step in best}
 
 
 class CheckpointCallback(TrainerCallback):
@@ -217,8 +219,7 @@ class CheckpointCallback(TrainerCallback):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """In place of ``Trainer._save_checkpoint``."""
         state = self.trainer.state
-        if state.best_global_step:
-            state.best_model_checkpoint = self.running.url(state.best_global_step)
+        self._note_best(state)
         if self._saved == state.global_step:
             return
         self.trainer.store_flos()
@@ -301,16 +302,26 @@ class CheckpointCallback(TrainerCallback):
         return result
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        best = state.best_global_step  # the trainer looks for a directory on this machine, and forgets the best one without it
-        if state.best_model_checkpoint is None and best and any(s.number == best for s in self.running.steps()):
+        if state.best_model_checkpoint is None:  # the trainer looks for a directory on this machine, and forgets the best one without it
+            self._note_best(state)
+
+    def _note_best(self, state: Any) -> None:
+        """Name the best step as the best checkpoint if it is saved, or is being saved now."""
+        best = state.best_global_step
+        if not best or _step_of(state.best_model_checkpoint) == best:
+            return
+        if best in (state.global_step, self._saved) or any(s.number == best for s in self.running.steps()):
             state.best_model_checkpoint = self.running.url(best)
 
     def load_best_model(self) -> None:
         """In place of ``Trainer._load_best_model``."""
         self.running.wait()
-        step = self.trainer.state.best_global_step
+        url = self.trainer.state.best_model_checkpoint
+        if (step := _step_of(url)) is None:
+            self._own["_load_best_model"]()
+            return
         part = self.options.get("only")
-        only = "model.*" if part is None else [name for name in open_view(self.running.url(step)) if name.startswith("model.")]
+        only = "model.*" if part is None else [name for name in open_view(url) if name.startswith("model.")]
         self.running.restore({"model": self.trainer.model}, step=step, only=only)
 
     def _from(self, given: Any) -> str | None:
@@ -359,6 +370,10 @@ class CheckpointCallback(TrainerCallback):
         else:
             for stream, saved in self._streams:
                 stream.set(saved)
+
+
+def _step_of(url: str | None) -> int | None:
+    return step_number(url.rstrip("/").rpartition("/")[2]) if url else None
 
 
 def use(

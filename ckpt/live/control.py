@@ -304,7 +304,7 @@ class SinkStatus:
     since it began to take a version. ``took``: digest, bytes and seconds of each kept version that it has taken; ``took_from``: the bytes
     of the last of these by whom they came from, ``"source"`` or another sink, and ``dense``: what of them came whole from a source with
     ``delta=True``, by why (``TakeReport``). ``relays``: it passes the version on that it has, or takes.
-    ``error`` of its last take, or None."""
+    ``error`` of its last update, or None."""
 
     sink: str
     ranks: int

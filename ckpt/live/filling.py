@@ -30,6 +30,7 @@ from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.reads import common_box
 from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers, wanted_digest
 from ckpt.plan.views import LogicalTensor, ViewPiece
+from ckpt.state.targets import Binding
 from ckpt.state.tensors import LocalShard, LocalTensor, copy_long, raw_view, reads_otherwise
 
 from .holdings import LiveCatalog
@@ -56,6 +57,14 @@ def in_other_names(catalog: LiveCatalog, views: Views, *, strict: bool) -> LiveC
         sources=catalog.tensors,
         translation=xxhash.xxh3_128_hexdigest(repr(list(made.items())).encode()),
     )
+
+
+def refuse_pickles(binding: Binding, catalog: LiveCatalog) -> None:
+    """Extra states that their modules may refuse once they have come are misfits: nobody can read them before."""
+    for path, node, _ in binding.trials:
+        if catalog.tensors[node["$tensor"]].shape != (0,):
+            wanted = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1 in its environment"
+            binding.misfits.append(f"{path}: TransformerEngine unpickles this only with {wanted}")
 
 
 def check_alike(rows: Mapping[int, Row]) -> None:

@@ -238,7 +238,7 @@ class LiveCatalog(CatalogDefaults):
         raise UsageError(
             "the tensors of a live state lie in the memory of ranks: nothing of them can be read before they are moved",
             where=self.url,
-            hint="where names= makes one parameter of several, leave the optimizer out: nobody can see whether their steps are equal",
+            hint="where names= makes one parameter of several, leave the optimizer out: whether their steps are equal is unknown",
         )
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
@@ -360,4 +360,4 @@ def tensors_of(manifest: Manifest, blobs: Mapping[str, bytes], rank: int) -> lis
 
 
 def _malformed(err: Exception) -> FormatError:
-    return FormatError(f"what came is no {_WHAT}: {err!r}", hint="use the same release of ckpt at both ends")
+    return FormatError(f"the received message is not a valid {_WHAT}: {err!r}", hint="use the same release of ckpt at both ends")

@@ -238,7 +238,7 @@ class Publication:
         """The version, once every rank has sealed its part.
 
         Raises:
-            TimeoutError: it is still going on after ``timeout`` seconds.
+            TimeoutError: it is still in progress after ``timeout`` seconds.
             ConsistencyError: the state was changed while it was captured, or the ranks' states do not make one.
             RankFailedError, DeadlineError: another rank failed, died or hangs.
         """

@@ -178,7 +178,7 @@ class VersionRegistry:
                     return self.status(), ()
         except (KeyError, TypeError, ValueError, AttributeError) as err:
             raise FormatError(f"a question that cannot be read: {err!r}", hint="use the same release of ckpt at both ends") from err
-        raise FormatError(f"{question['op']!r} is no question", hint="use the same release of ckpt at both ends")
+        raise FormatError(f"{question['op']!r} is not a request", hint="use the same release of ckpt at both ends")
 
     def _newest(self, peer: str, question: Row, after: Version | None) -> Answer:
         with self._condition:

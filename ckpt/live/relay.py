@@ -97,7 +97,7 @@ class RelayedVersion:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise NotFoundError("this relay has gone on to another version", hint="take it from another rank")
+            raise NotFoundError("this relay has moved to another version", hint="take it from another rank")
 
 
 class Relay:
@@ -137,7 +137,7 @@ class Relay:
     def _version(self, name: str) -> RelayedVersion:
         current = self._current
         if current is None or current.name != name:
-            raise NotFoundError("this relay has gone on to another version", hint="take it from another rank")
+            raise NotFoundError("this relay has moved to another version", hint="take it from another rank")
         return current
 
 

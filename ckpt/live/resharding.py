@@ -42,7 +42,7 @@ from ckpt.state.tensors import LocalShard, LocalTensor
 from ckpt.telemetry.progress import ProgressCallback, callback_of
 from ckpt.telemetry.spans import Spans
 
-from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, worded
+from .filling import Filling, FillPlan, Target, check_alike, in_other_names, plan_filling, refuse_pickles, worded
 from .pull import PiecePull, Pulled
 from .reshard_offers import Meeting, Offered, ReshardRanks, ReshardReport, Traffic, holdings_of, meet, offer, reshard_ranks
 
@@ -161,7 +161,7 @@ def reshard(
         StateError, LayoutError, ConsistencyError, CoverageError: the old states do not make one.
         ReplicaError: replicas of a tensor differ.
         NamesError, ShapeError, MismatchError: the old state does not fit the new one, or they share memory; nothing was changed.
-        RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message says
+        RankFailedError, DeadlineError, ExchangeError: a rank failed, died or hangs, and no other one has its bytes. The message states
             whether this rank's new state was changed. The old state is whole.
     """
     job = Job.of(job)
@@ -258,6 +258,7 @@ class _Reshard:
                     cache=cache.plans,
                     source=cache.key,
                 )
+            refuse_pickles(binding, catalog)
             binding.misfits += shared_memory(offered.local.values(), plan.targets)
             plans.append(plan)
             return {} if self.views is None else {"translation": catalog.translation}

@@ -195,7 +195,7 @@ class MappedSegment:
         where, count = digests_at(at.nbytes), -(-at.nbytes // BLOCK)
         self.digests: Digests = self._mapping.whole[where : where + 8 * count].view("<u8")
         if digest_of_digests(self.digests) != digest:
-            raise CorruptError("the digests of a segment are not what its manifest says", where=path, hint="publish again")
+            raise CorruptError("the digests of a segment differ from those in its manifest", where=path, hint="publish again")
 
     def populate(self, start: int, stop: int) -> None:
         """Map the pages of these bytes of the boxes now, if they are not."""

@@ -51,9 +51,9 @@ class Sink:
         into: a state as for ``ckpt.load``; its tensors say what this rank needs.
         layout: places for plain tensors that are parts of larger ones.
         switch: ``"double"``: what comes from other machines is kept beside the state until all ranks have all of theirs. ``"in-place"``
-            needs no memory for that: it goes straight into the state, which is torn if the take breaks off (``version``).
+            needs no memory for that: it goes straight into the state, which is torn if the update breaks off (``version``).
         relay: other sinks whose ranks want the same boxes take from this one too, so that the source sends less. It keeps what came from
-            other machines until the next take, beside the state; so ``switch`` must be ``"double"``.
+            other machines until the next update, beside the state; so ``switch`` must be ``"double"``.
         only, rename, strict, cast: as for ``ckpt.load``.
         translation: the source's state in other names; ``rename`` and ``only`` speak of these.
         secret: as the source's; by default ``CKPT_LIVE_SECRET``, or what a source on this machine has left in a file of this account.
@@ -126,10 +126,10 @@ class Sink:
 
     @property
     def version(self) -> Version | None:
-        """The version that the state is; None before the first take.
+        """The version that the state is; None before the first update.
 
         Raises:
-            TornError: the last take broke off while it changed the state. The next one repairs it.
+            TornError: the last update broke off while it changed the state. The next one repairs it.
         """
         if self._state_version.torn is not None:
             raise TornError(self._state_version.torn, where=self.address, hint="take again before the state is used")
@@ -142,12 +142,12 @@ class Sink:
 
         Args:
             newer_than: wait for another one than this, usually ``sink.version``. None: the newest that there is.
-            timeout: seconds to wait for it, and in the first take, for a source that has not started yet. By default as long as for a sign
+            timeout: seconds to wait for it, and first, for a source that has not started yet. By default as long as for a sign
                 of life.
             progress: as for :func:`ckpt.load`: the bytes that this rank has of the version, and needs.
 
         Raises:
-            UsageError: ``newer_than`` is no version, or the sink is closed.
+            UsageError: ``newer_than`` is not a version, or the sink is closed.
             DeadlineError: there is no such version in time, or nothing was heard of a rank or the source; nothing was changed.
             NamesError, ShapeError, MismatchError: it does not fit the state, or the translation does not fit it; nothing was changed.
             AccessError: there is no secret, or the source has another one.

@@ -213,18 +213,18 @@ class Source:
         the rest; all else is copied in the call. The optimizer must be in the state, or have stepped since the first publication. Who
         changes stepped parameters by hand calls ``publication.fence()`` before. ``"eager"`` returns when all is copied.
 
-        ``again``: a version of this step may be kept already; this is a newer one. Without it that is an error: most likely nobody
-        counted.
+        ``again``: a version of this step may be kept already; this is a newer one. Without it that is an error: most likely the step
+        was not increased.
 
         ``progress``: as for :func:`ckpt.save`: the bytes of this rank that are captured, and in all.
 
-        Sinks see the version when every rank has sealed its part; ``publication.report`` then says how long each phase took. Waits for
+        Sinks see the version when every rank has sealed its part; ``publication.report`` then has the duration of each phase. Waits for
         the publication before, which has had a step's time.
 
         Raises:
             UsageError, StateError, LayoutError: the state cannot be published, as for ``ckpt.save``; or this step is kept (``again``).
             RankFailedError: another rank has died, or has closed the source.
-            CkptError: there is no memory for it; or the publication before has failed, and nobody asked for its result: this is told
+            CkptError: there is no memory for it; or the publication before has failed, and its result was not read: this is reported
                 once, and ``step`` is being published all the same.
         """
         if self._closed:
@@ -397,7 +397,7 @@ class Source:
         return status if step is None else status.of_step(step)
 
     def close(self) -> None:
-        """Wait for the publication that goes on, and end. Sinks that are taking a version get an error; what they have is theirs."""
+        """Wait for the publication in progress, and end. Sinks that are taking a version get an error; what they have is theirs."""
         if self._closed:
             return
         self._closed = True

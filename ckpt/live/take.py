@@ -29,7 +29,7 @@ from ckpt.plan.shared_reads import GOLDEN
 from ckpt.plan.transfers import Share, TransferPlan
 from ckpt.state.targets import Binding
 
-from .filling import Filling, check_alike, in_other_names, is_packable, plan_filling, resolved, worded
+from .filling import Filling, check_alike, in_other_names, is_packable, plan_filling, refuse_pickles, resolved, worded
 from .offered import OfferedVersion
 from .pieces import DTYPES, NOT_KEPT
 from .pull import Holder, PiecePull, PlaceBoxes, PullBase, Pulled
@@ -112,6 +112,7 @@ def match_take(job: LoadJob, offered: OfferedVersion, state: object, cache: Sink
             return verdict | {"objects": any(row["objects"] for row in rows.values())}
 
         def beside(binding: Binding) -> Row:
+            refuse_pickles(binding, catalog)
             return {"objects": bool(binding.objects), "translation": catalog.translation}
 
         fit = match(job, catalog, state, cache.shards, beside=beside, decide=decide)

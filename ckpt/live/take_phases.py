@@ -92,13 +92,13 @@ class SwitchedTake:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakeReport:
-    """What a take did on this rank. Bytes: ``needed`` by its state, as the source has them; ``mapped``: copied from memory of other
+    """The result of an update on this rank. Bytes: ``needed`` by its state, as the source has them; ``mapped``: copied from memory of other
     processes of this machine; ``received`` from other ranks of the source, by rank; ``relayed`` from other sinks, by their names;
     ``transferred`` came for these over the network or in slots: fewer, where only changes came. ``lost``: ranks of the source, and
     ``lost_relays``: sinks, that others stood in for, and why. ``took_from``: bytes of all ranks of the sink by whom they came from,
     ``"source"`` or another sink. ``dense``: of these, what came whole from a source with ``delta=True``, by why: ``"first version"``,
     ``"base not kept"`` (the source keeps the version no more that this sink had), ``"changes no shorter"``, ``"state was changed"`` (by
-    somebody else), ``"state was torn"``, ``"other dtypes"``, ``"base has other tensors"``, ``"shared memory"``.
+    another process), ``"state was torn"``, ``"other dtypes"``, ``"base has other tensors"``, ``"shared memory"``.
     ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
     ``spans.sums`` has the seconds and bytes of its phases: ``match``, ``plan``, ``pull`` (one for each connection to a rank), ``verify``
     (within ``pull``, but for memory of this machine) and ``switch``; none with ``CKPT_SPANS=off``.

@@ -341,6 +341,6 @@ class Exchange:
         """The error for a rank that was reached at none of its addresses."""
         return self._failed(dial.rank) or DeadlineError(
             f"rank {dial.rank} cannot be reached ({dial})",
-            hint=f"look at the log of rank {dial.rank}: nobody listens where a process has ended. If it runs, look for a firewall, "
+            hint=f"look at the log of rank {dial.rank}: a process that has ended does not answer. If it runs, look for a firewall, "
             "and choose the network by CKPT_SOCKET_IFNAME",
         )

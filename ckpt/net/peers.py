@@ -98,7 +98,7 @@ class Peers:
         check: Callable[[], None],
     ) -> None:
         if not self._busy.acquire(blocking=False):
-            raise UsageError("an exchange is going on already", hint="wait for it")
+            raise UsageError("an exchange is in progress already", hint="wait for it")
         try:
             ranks = [*outgoing, *incoming]
             if self._broken is not None or self._closing:

@@ -247,7 +247,7 @@ class AttachedPool:
         # owner.
         path = f"/proc/{at.pid}/fd/{at.file}"
         if not is_ours(path, _NAME):
-            raise OSError(f"{path} is no shared memory of ours")
+            raise OSError(f"{path} is not shared memory of ckpt")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != _nbytes(at.shape):

@@ -291,7 +291,7 @@ def _handshake(secret: bytes) -> Generator[tuple[bytes, int], bytes, str]:
     """The server's part, likewise; gives the client's purpose."""
     magic, protocol, theirs = _CLIENT.unpack((yield b"", _CLIENT.size))
     if magic != _MAGIC:
-        raise FormatError("it is no client of ours")
+        raise FormatError("it is not a client of ckpt")
     own = secrets.token_bytes(_NONCE)
     proof, purpose = _PROOF.unpack((yield _SERVER.pack(_MAGIC, PROTOCOL, own, _proof(secret, b"server", theirs, own)), _PROOF.size))
     _check_protocol(magic, protocol, "")
@@ -399,7 +399,7 @@ def checked(message: Any, kind: Kind, what: str, where: str | None, hint: str = 
     try:
         check(message, kind)
     except WrongMemberError as err:
-        raise FormatError(f"what came is no {what}: {err}", where=where, hint=hint) from None
+        raise FormatError(f"the received message is not a valid {what}: {err}", where=where, hint=hint) from None
     return message
 
 

@@ -100,7 +100,7 @@ class SpreadBackend(Backend):
         """The newest commit record that a node has."""
         records = {node: data for node, data in self._contents(path).items() if data is not None}
         if not records:
-            raise NotFoundError("no such file on any node", where=f"{self.url}/{path}", hint="`ckpt ls` shows what is there")
+            raise NotFoundError("no such file on any node", where=f"{self.url}/{path}", hint="`ckpt ls` lists the checkpoints there")
         return max(records.values(), key=lambda data: (_id(data), data))
 
     def _contents(self, path: str, *, reachable: bool = True) -> Mapping[int, bytes | None]:

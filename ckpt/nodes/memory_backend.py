@@ -162,7 +162,7 @@ def _reached(key: str) -> MemoryClient:
         raise NotFoundError(
             f"no such object: {err.message} for {err.where}",
             where=f"{SCHEME}{key}",
-            hint="the memory of a machine is lost with its daemon; CKPT_MEMORY_DIR says which daemon is asked",
+            hint="the memory of a machine is lost with its daemon; CKPT_MEMORY_DIR selects the daemon",
         ) from err
 
 

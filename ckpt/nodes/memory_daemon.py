@@ -119,9 +119,7 @@ class MemoryDaemon:
             _, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
             if uid != os.getuid():
                 with suppress(OSError):
-                    other = AccessError(
-                        "this memory is another account's", hint="each account has a daemon of its own: see CKPT_MEMORY_DIR"
-                    )
+                    other = AccessError("this memory is another account's", hint="each account has its own daemon: see CKPT_MEMORY_DIR")
                     send(sock, {"error": error_to_json(other)})
                 sock.close()
                 return

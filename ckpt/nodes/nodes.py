@@ -254,7 +254,7 @@ class NodeReader:
         if wrong:  # of all that have it nobody has it right: whoever compares says so
             self._distrusted.pop(path, None)
             return self.read(path, offset, length, read, nbytes, begun)
-        hint = "`ckpt ls` shows what is there; nodes that are gone had the only copy if none was finished"
+        hint = "`ckpt ls` lists the checkpoints there; nodes that are gone had the only copy if none was finished"
         raise failed or NotFoundError("no node that answers has this file", where=f"{self.url}/{path}", hint=hint)
 
     def _place(self, node: int) -> FilePlace:

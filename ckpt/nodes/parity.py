@@ -69,7 +69,7 @@ class ParityRecord:
         try:
             row = parse_json(data)
             if row["format"] != FORMAT:
-                raise ValueError("it is no record of a parity file")
+                raise ValueError("it is not a record of a parity file")
             if row["version"] != VERSION:
                 raise FormatError(
                     f"parity of version {row['version']!r}", where=path, hint="use the release of ckpt that made it, or a later one"
@@ -240,7 +240,7 @@ class ParitySource:
     def _not_there(self, path: str, save: _SaveParity | None) -> NotFoundError:
         missing = self.missing(path)
         if missing is None:
-            return NotFoundError("no parity has this file", where=f"{self._files.url}/{path}", hint="`ckpt ls` shows what is there")
+            return NotFoundError("no parity has this file", where=f"{self._files.url}/{path}", hint="`ckpt ls` lists the checkpoints there")
         message = f"no node that answers has this file, and computing it from parity would take {missing}"
         with self._lock:
             first = path not in self._reported

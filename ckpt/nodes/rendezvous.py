@@ -197,7 +197,7 @@ def _check_apart(directory: str, nodes: Sequence[Row], rows: dict[int, Row]) -> 
         raise UsageError(
             f"{who} have the same host name, {node['host']!r}, and do not see each other's files",
             where=node["name"],
-            hint="give each machine or container a host name of its own: names tell them apart",
+            hint="give each machine or container its own host name: names distinguish them",
         )
     together = [rank for rank, row in rows.items() if row["sees"]]
     if together:

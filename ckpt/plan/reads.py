@@ -251,7 +251,7 @@ def parts_of(copy_number: int, copy: Copy, extent: Extent, itemsize: int, *, who
     if extent.length != chunk_box.numel * itemsize:
         raise CorruptError(
             f"chunk {chunk_box} takes {chunk_box.numel * itemsize} bytes, but bytes {extent.offset} to {extent.offset + extent.length}"
-            f" are said to hold it ({extent.length} bytes)",
+            f" are listed for it ({extent.length} bytes)",
             where=extent.path,
             hint="check the checkpoint with `ckpt verify`",
         )

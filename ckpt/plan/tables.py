@@ -325,6 +325,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _list_problems(what: str, problems: Sequence[str], limit: int = 20) -> str:
+def _list_problems(what: str, problems: Sequence[str], limit: int = 5) -> str:
     more = [f"and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n  ".join([f"{what}:", *problems[:limit], *more])

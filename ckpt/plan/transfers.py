@@ -184,7 +184,7 @@ def digest_of(data: bytes | memoryview) -> bytes:
 
 
 def _malformed(why: str) -> FormatError:
-    return FormatError(f"what came is no list of requests: {why}", hint="both ends need the same release of ckpt")
+    return FormatError(f"the received message is not a list of requests: {why}", hint="both ends need the same release of ckpt")
 
 
 class Share(NamedTuple):

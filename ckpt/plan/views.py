@@ -139,7 +139,7 @@ def deinterleave(view: LogicalTensor, axis: int, groups: int, sizes: Sequence[in
 def transpose(view: LogicalTensor, axes: Sequence[int]) -> LogicalTensor:
     """A view with its axes in another order, as ``numpy.transpose``."""
     if sorted(axes) != list(range(len(view.shape))):
-        raise UsageError(f"{list(axes)} is no order of the {len(view.shape)} axes of shape {list(view.shape)}")
+        raise UsageError(f"{list(axes)} is not an order of the {len(view.shape)} axes of shape {list(view.shape)}")
     pieces = [ViewPiece(_ordered(p.box, axes), p.source, p.part, tuple(p.axes[a] for a in axes)) for p in view.pieces]
     return LogicalTensor(shape=tuple(view.shape[a] for a in axes), pieces=tuple(pieces))
 

@@ -121,7 +121,7 @@ def machine_deadline(environ: Mapping[str, str] = os.environ) -> datetime | None
     earliest of them, and None if no variable is set.
 
     Raises:
-        UsageError: a variable is no time.
+        UsageError: a variable is not a time.
     """
     times = []
     for name in VARIABLES:
@@ -147,7 +147,7 @@ class Before(SavePolicy):
         deadline: a datetime with a time zone, or seconds since 1970; :func:`machine_deadline` has that of the machines. None: never due.
 
     Raises:
-        UsageError: ``deadline`` is no such time, or ``reserve`` is negative.
+        UsageError: ``deadline`` is not such a time, or ``reserve`` is negative.
     """
 
     deadline: datetime | float | None
@@ -184,7 +184,7 @@ class Before(SavePolicy):
 
 
 class BothPolicy(SavePolicy, KeepPolicy):
-    """Says when to save, and what to keep."""
+    """Policies: when to save, and which checkpoints to keep."""
 
     __slots__ = ()
 
@@ -205,7 +205,7 @@ class EverySteps(BothPolicy):
     To save: due at those steps. To keep: of the checkpoints from each of those steps to the next, the first.
 
     Raises:
-        UsageError: ``n`` is less than 1, ``start`` less than 0, or one is no whole number.
+        UsageError: ``n`` is less than 1, ``start`` less than 0, or one is not a whole number.
     """
 
     needs_leader: ClassVar[bool] = False
@@ -293,7 +293,7 @@ def check_arguments(**given: object) -> None:
         if isinstance(value, SavePolicy | KeepPolicy):
             other = "what to keep" if saves else "when to save"
             meant = f"keep={value!r}, and {name}=EverySteps(500)" if saves else f"save={value!r}"
-            raise UsageError(f"{name}= says {wanted}, but {value!r} is a policy of {other}", hint=meant)
+            raise UsageError(f"{name}= selects {wanted}, but {value!r} is a policy of {other}", hint=meant)
         number = isinstance(value, int) and not isinstance(value, bool) and value > 0
         call = "EverySteps" if saves else "Latest"
         meant = f"{name}={call}({value if number else 500 if saves else 3})"
@@ -357,7 +357,7 @@ def from_json(node: object) -> SavePolicy | KeepPolicy:
         UsageError: ``node`` is not such an object.
     """
     if not isinstance(node, Mapping) or not isinstance(node.get("policy"), str):
-        raise UsageError(f"{node!r} is no policy", hint='a policy is an object such as {"policy": "Latest", "n": 3}')
+        raise UsageError(f"{node!r} is not a policy", hint='a policy is an object such as {"policy": "Latest", "n": 3}')
     name, arguments = node["policy"], {key: value for key, value in node.items() if key != "policy"}
     if name not in _CLASSES and name != "AnyOf":
         raise UsageError(f"there is no policy {name!r}", hint=f"there are {', '.join([*_CLASSES, 'AnyOf'])}")

@@ -49,7 +49,7 @@ class StepInfo:
         check_aware(self.created, f"the time at which step {self.step} was created")
         for name, value in self.metrics.items():
             if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) > sys.float_info.max):
-                raise UsageError(f"metric {name!r} of step {self.step} is no float: {value!r}", hint="float(x) makes one of a tensor")
+                raise UsageError(f"metric {name!r} of step {self.step} is not a float: {value!r}", hint="float(x) makes one of a tensor")
         if not isinstance(self.tags, frozenset):
             raise UsageError(f"the tags of step {self.step} are a frozenset, not {self.tags!r}")
         for step in self.users:
@@ -62,9 +62,9 @@ class StepInfo:
 
 
 class KeepPolicy(Policy, ABC):
-    """Says which steps of a run to keep, and why. Join policies with ``|``: kept is what any of them keeps.
+    """Selects the steps of a run to keep, with reasons. Join policies with ``|``: kept is what any of them keeps.
 
-    A policy of your own is a subclass with :meth:`choose`.
+    Your own policy is a subclass with :meth:`choose`.
     """
 
     __slots__ = ()
@@ -298,10 +298,10 @@ class Verdicts:
 def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime, *, abandoned: bool = True) -> Verdicts:
     """Judge all ``steps`` of a run. ``abandoned=False``: of those that the run has abandoned only what is tagged or used stays.
 
-    A step that refers to another and is not among the committed ``steps`` may be a save that goes on, so what it refers to is kept.
+    A step that refers to another and is not among the committed ``steps`` may be a save in progress, so what it refers to is kept.
 
     Raises:
-        UsageError: a step is there twice, ``now`` has no time zone, or ``keep`` is no keeping policy.
+        UsageError: a step is there twice, ``now`` has no time zone, or ``keep`` is not a keeping policy.
     """
     check_keeping(keep)
     check_aware(now, "now")

@@ -196,9 +196,9 @@ class Moment:
 
 
 class SavePolicy(Policy, ABC):
-    """Says when a save is due. Join policies with ``|``: due when any of them is.
+    """Decides when a save is due. Join policies with ``|``: due when any of them is.
 
-    A policy of your own is a subclass with :meth:`reason`; unless it sets ``needs_leader`` to False, the leader alone is asked.
+    Your own policy is a subclass with :meth:`reason`; unless it sets ``needs_leader`` to False, the leader alone is asked.
     """
 
     __slots__ = ()
@@ -229,7 +229,7 @@ class SavePolicy(Policy, ABC):
 
     @property
     def watched_signals(self) -> tuple[int, ...]:
-        """The signals that set ``Moment.preempted``. A policy of your own that looks at it names them here."""
+        """The signals that set ``Moment.preempted``. Your own policy that looks at it names them here."""
         return ()
 
     def __or__(self, other: SavePolicy) -> SavePolicy:

@@ -59,7 +59,7 @@ C = TypeVar("C", bound="Checkpointer")
 
 
 class Checkpointer:
-    """Saves a training job's state by policy, in the background, and goes on from the newest checkpoint.
+    """Saves a training job's state by policy, in the background, and resumes from the newest checkpoint.
 
     ``root`` holds a directory for each step. All ranks of a job make it alike and call its methods in the same order; a context manager,
     so that the last save is waited for. One job at a time saves to a root.
@@ -69,17 +69,17 @@ class Checkpointer:
         save: when :meth:`step` saves (docs/policies.md).
         keep: what stays; the newest checkpoint and tagged ones always do.
         local: a directory that all ranks see, on a fast disk: saves are committed there and then published to ``root`` in the background
-            (docs/storage.md). :class:`ckpt.SharedLocal` also says what stays there. Or :class:`ckpt.NodeLocal`, a directory on a disk of
+            (docs/storage.md). :class:`ckpt.SharedLocal` also selects what stays there. Or :class:`ckpt.NodeLocal`, a directory on a disk of
             each node.
         memory: saves into the memory of the job's machines, with copies on others (docs/storage.md). With ``local``, what ``save`` asks
             for goes from there to the local tier, and on to ``root``.
-        publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop go on trying to publish; by default
+        publish_timeout: seconds for which :meth:`wait`, :meth:`close` and the last save before a stop keep trying to publish; by default
             the timeout of ``job``.
-        give_up_after: how many saves in a row the storage has to fail before the failure is raised. Until then training goes on: each
-            failed save is a warning in the log and an event, and the policy decides when the next one is due. A save that succeeds ends the
+        give_up_after: how many saves in a row the storage has to fail before the failure is raised. Until then training continues: each
+            failed save is an error in the log and an event, and the policy decides when the next one is due. A save that succeeds ends the
             row. So it is with what :meth:`wait` cannot publish. :meth:`close` raises if the last save failed. Other errors are raised at
             once.
-        on_event: told of saves and loads as they happen, in a thread of its own, on the leading rank: a function of one
+        on_event: called for saves and loads as they happen, in a separate thread, on the leading rank: a function of one
             :class:`ckpt.monitors.Event`, one of :mod:`ckpt.monitors`, or several of these (docs/observing.md).
         alerts: whether the log, and ``on_event``, hear of what needs looking at, such as saves that get slower.
         reuse: whether a save refers to the one before for chunks of frozen tensors that have not changed, in place of writing them again
@@ -87,7 +87,7 @@ class Checkpointer:
             refer to stays as long as they do. Not with ``local``. A :class:`ckpt.policies.TrustFrozen`: the same, and frozen tensors that
             torch has not seen change are hashed by every so many saves only. You vouch that nothing writes to them past torch.
             A :class:`ckpt.policies.Anchor`: the same, and some saves are anchors; those between are stored as differences from the last
-            one, chunk by chunk, where that is more than 10 % smaller (docs/guides/smaller-saves.md). It has a codec of its own.
+            one, chunk by chunk, where that is more than 10 % smaller (docs/guides/smaller-saves.md). It has its own codec.
         member: this job is one of several that make up a run, such as a trainer and its replay buffer. A step exists once every member has
             saved it, within the timeout of ``job``; :meth:`restore` gives all of them the same. The first member leads: its ``keep``
             decides what stays, and the others hear of its saves by :meth:`requested` (docs/guides/joint-run.md).
@@ -199,14 +199,14 @@ class Checkpointer:
         Newest is the highest step of the branch that was written last: saves that follow ``restore(state, step=800)`` begin a branch, and
         later restarts take it up, whatever higher steps the run had before. These are abandoned (docs/training-loop.md).
 
-        With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` says which it was. A damaged
-        checkpoint is passed over, with a warning that says why; another copy or the next older step is loaded instead. So is one that
+        With a local tier the newest of both, from the local copy if that is whole; :attr:`restored_from` names it. A damaged
+        checkpoint is passed over, with a warning and the reason; another copy or the next older step is loaded instead. So is one that
         ``ckpt rebuild`` recovered without something that the state needs, even with ``strict=False``, unless ``step`` asks for it.
         ``options`` are those of :func:`ckpt.load`.
 
-        Of a run of several jobs it loads what all members go on from, and waits for them; ``members`` says how they differ from before.
+        Of a run of several jobs it loads the step from which all members continue, and waits for them; ``members`` has changes.
 
-        ``begin_from`` is loaded only while the run has no checkpoint of its own, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
+        ``begin_from`` is loaded only while the run has no checkpoint yet, whole or damaged: one of DCP, Megatron, DeepSpeed, or of
         another run, by its path, its URL or as :class:`ckpt.BeginFrom`. The step that it was saved after is given then, and policies count
         from it. With ``only`` or ``trainable``, the run's checkpoints are parts: then ``begin_from`` is their base, and is loaded at every
         start, before the part.
@@ -216,7 +216,7 @@ class Checkpointer:
             CorruptError: the checkpoint of ``step`` is damaged, or all are.
             FormatError: another release wrote the newest one: going back behind it would lose what it has.
             MismatchError: the checkpoint does not fit the state: an older one is not tried.
-            StorageError: the storage failed. With a local tier: nobody knows whether the root has something newer.
+            StorageError: the storage failed. With a local tier: it is unknown whether the root has something newer.
             CoverageError: the run has no checkpoint, and the ranks have different parameters without a ``layout``, such as stages of a
                 pipeline: the first save would fail.
             UsageError: ranks do not see each other's files in the local tier; or which step ``begin_from`` was saved after is not clear.
@@ -234,7 +234,7 @@ class Checkpointer:
             if url != self.url(n):  # it had another name
                 return self._restore(state, None, BeginFrom(url, step=n), options, id="")
             if self._restore(state, n, None, options, id=id) is None:
-                raise NotFoundError(f"the save {id} of step {n} is not there", where=url, hint="`ckpt ls` shows what is there")
+                raise NotFoundError(f"the save {id} of step {n} is not there", where=url, hint="`ckpt ls` lists the checkpoints there")
             return n
 
         return self._joint.restore(load_own, step, members)
@@ -340,15 +340,15 @@ class Checkpointer:
     def step(
         self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
     ) -> bool:
-        """Tell that training step ``n`` is over; saves if the policy says so. Returns whether it began to.
+        """Report that training step ``n`` is over; saves if the policy requests it. Returns whether it began to.
 
         ``state`` may be a function that makes it, which is called only if a save is due. ``metrics`` are kept with the checkpoint, for
         ``keep=Best(...)``; the leading rank's count. When nothing is due it costs no message.
 
         Raises:
-            CkptError: an earlier save failed, which is told once (see ``give_up_after``); if a save is due now, it is begun all the same.
+            CkptError: an earlier save failed, which is reported once (see ``give_up_after``); a save that is due now begins all the same.
                 Or what :func:`ckpt.save_async` raises.
-            UsageError: ``n`` is no int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
+            UsageError: ``n`` is not an int of at least 0, ``state`` no dict, or a metric no number; or this is closed.
         """
         self._check_open()
         self._check_step(n)
@@ -389,11 +389,11 @@ class Checkpointer:
     def save(
         self, n: int, state: Mapping[str, Any] | Callable[[], Mapping[str, Any]], *, metrics: Mapping[str, float] | None = None
     ) -> SaveHandle:
-        """Begin to save step ``n`` now, whatever the policy says. Waits for the save before it. ``state`` may be a function that makes it:
+        """Begin to save step ``n`` now, regardless of the policy. Waits for the save before it. ``state`` may be a function that makes it:
         if that raises on one rank, the save fails on all.
 
         Raises:
-            CkptError: an earlier save failed, which is told once; step ``n`` is being saved all the same (:attr:`handle`). Or what
+            CkptError: an earlier save failed, which is reported once; step ``n`` is being saved all the same (:attr:`handle`). Or what
                 :func:`ckpt.save_async` raises.
         """
         self._check_open()
@@ -531,7 +531,7 @@ class Checkpointer:
         it looks once a second at most.
 
         Raises:
-            UsageError: this is no member of a run of several jobs.
+            UsageError: this is not a member of a run of several jobs.
         """
         self._check_open()
         if self._joint is None:
@@ -595,7 +595,7 @@ class Checkpointer:
         if error is None and self._options.reusable:
             saved = SaveBase(url=handle.url, id=handle.durable.result().id, required=False)
         self._bases.ended(saved)
-        return self._failed_saves.count(f"the save of {handle.url} failed", error)
+        return self._failed_saves.count(f"the save of {handle.url} failed", error, level=logging.INFO)  # the save itself has warned
 
     def _save_failed(self, error: BaseException) -> None:
         # Where training goes on, the step counts as dealt with: else the next ones would try in vain, one after the other.

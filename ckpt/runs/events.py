@@ -38,9 +38,9 @@ Topic = Literal["slow", "stall", "straggler", "storage", "publishing", "unrestor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """What happened. A field is None, or empty, where it says nothing about events of this kind, or is not known.
+    """What happened. A field is None, or empty, where it does not apply to events of this kind, or is not known.
 
-    ``save.begun``       a save was begun; training goes on. ``blocked`` is what the call took
+    ``save.begun``       a save was begun; training continues. ``blocked`` is what the call took
     ``save.captured``    the state may change again
     ``save.durable``     the checkpoint is committed. ``seconds`` from the call to the commit
     ``save.failed``      it was not; ``error``, ``reason`` and ``failed_ranks`` say why and where

@@ -116,7 +116,7 @@ class JointRun:
             else:
                 if step is not None and seen.step != step:
                     raise UsageError(
-                        f"this member asks for step {step}, and the others go on from {seen.step}",
+                        f"this member asks for step {step}, and the others continue from {seen.step}",
                         where=self.root,
                         hint="give all members the same step, or none",
                     )
@@ -154,12 +154,16 @@ class JointRun:
                 elif set(states.values()) == {"ready"}:
                     return True
         there = seen.joined if seen is not None else {}
-        awaited = [name for name in self.members if name not in there or there[name].state == "joined"]
-        late = [name for name in self.members if name not in there or there[name].state != "ready"]
+        absent = [name for name in self.members if name not in there]
+        behind = [name for name, a in there.items() if a.state == "joined"]
+        if not absent and not behind:
+            behind = [name for name, a in there.items() if a.state != "ready"]
+        what = "end the restore" if generation.step is None else f"load step {generation.step}"
+        late = [f"{', '.join(names)} did not {do}" for names, do in ((absent, "begin to restore"), (behind, what)) if names]
         raise ConflictError(
-            f"{', '.join(awaited or late)} did not load step {generation.step} within {self.timeout:g} s",
+            f"{' and '.join(late)} within {self.timeout:g} s",
             where=self.root,
-            hint="start all members of the run; Job(timeout=) says how long they wait for each other",
+            hint="start all members of the run; Job(timeout=) sets how long they wait for each other",
         )
 
     def refuse(self, reason: str) -> None:
@@ -202,9 +206,9 @@ class JointRun:
             branches = branches_after(s, there, complete=True)
             return replace(seen, decided=True, step=s.number, checkpoints=checkpoints, branches=branches, left=left)
         if failed:
-            raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` says more")
+            raise CorruptError(f"no joint step is whole: {'; '.join(failed)}", where=self.root, hint="`ckpt verify` shows more")
         if step is not None:
-            raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+            raise NotFoundError(f"there is no joint step {step}", where=self.root, hint="`ckpt ls` lists the checkpoints there")
         return replace(seen, decided=True, step=None, checkpoints={})
 
     def _checkpoints(self, step: Step, changes: MemberChanges) -> dict[str, MemberCheckpoint]:
@@ -232,7 +236,7 @@ class JointRun:
         """That this member takes part in the present generation."""
         if self.generation is None:
             raise UsageError(
-                "a member restores before it saves: there the members agree what they go on from",
+                "a member restores before it saves: there the members agree on the step to continue from",
                 where=self.root,
                 hint="call restore(state) once, also in a run that has no step yet",
             )
@@ -324,7 +328,7 @@ class JointRun:
         try:
             return [future.result(seconds) for future in futures]
         except FutureTimeoutError as err:
-            raise StorageError(f"nobody knows after {seconds:g} s whether the last step exists", where=self.root) from err
+            raise StorageError(f"after {seconds:g} s it is not known whether the last step exists", where=self.root) from err
 
     def _outcome(self, n: int, mark: Mark, generation: Generation) -> JointOutcome:
         end, url = time.monotonic() + self.timeout, step_url(self.root, n)
@@ -413,7 +417,7 @@ class JointRun:
         self._over = ConflictError(
             f"{who} restarted, and the members of this run restore again",
             where=self.root,
-            hint="end this job and start it again, so that all go on from the same step",
+            hint="end this job and start it again, so that all continue from the same step",
         )
         return self._over
 

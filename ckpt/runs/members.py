@@ -77,7 +77,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberChanges:
-    """How the members of a run differ from those that have saved the step which it goes on from. ``added`` ones have no checkpoint there,
+    """How the members of a run differ from those that have saved the step from which it continues. ``added`` ones have no checkpoint there,
     ``dropped`` ones are left out, and ``renamed`` maps the name of a member to the one that it had."""
 
     added: Sequence[str] = field(default=(), hash=False)

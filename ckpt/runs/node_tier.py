@@ -61,7 +61,7 @@ class NodeLocal:
         directory: a path that is on another disk on each node; or ``memory://name``, the memory of each machine, where checkpoints outlive
             the processes that saved them.
         copies: how many nodes may be lost without losing a checkpoint, if their copies are complete. Copies go to other failure domains:
-            machines, or what ``CKPT_DOMAIN`` says. 0: none. By default 1, or none with ``parity``.
+            machines, or the value of ``CKPT_DOMAIN``. 0: none. By default 1, or none with ``parity``.
         parity: in place of copies, groups of so many failure domains keep the XOR of each other's files, which takes 1 / (``parity`` - 1)
             of their space. Of each group one domain may be lost. At least 3.
         max_bandwidth: bytes a second at which a node gives copies away, or reads for parity, at most.

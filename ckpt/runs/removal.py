@@ -204,6 +204,9 @@ _BATCH = 100_000
 """Files of the steps that are removed together, about: their paths are in memory at once, and the run is listed twice for each batch."""
 _BESIDE = 8
 """Files of a checkpoint beside those of its ranks."""
+_NAMED = 5
+_warned = set[str]()
+"""Runs of which was said that steps stay which somebody else changed: two jobs that remove checkpoints of one run meet at each step."""
 _NOTHING = ".removed"
 """No file has this name: to delete it removes directories that are empty."""
 _LONG_AGO = datetime.fromtimestamp(0, timezone.utc)
@@ -283,9 +286,12 @@ def _remove_batch(
         for step in batch
     ]
     gone = _remove_named(root, removals, partial(_referrers, batch, relist))
-    for step in batch:
-        if f"{directory_name(step)}/" not in gone:
-            log.warning("%s was replaced, removed, tagged or referred to meanwhile: what is there stays", step.url)
+    stay = [directory_name(step) for step in batch if f"{directory_name(step)}/" not in gone]
+    if stay:
+        named = ", ".join(stay[:_NAMED]) + (f" and {len(stay) - _NAMED} more" if len(stay) > _NAMED else "")
+        message = "%s: %s: replaced, removed, tagged or referred to meanwhile, perhaps by another job; what is there stays"
+        log.log(logging.INFO if root.url in _warned else logging.WARNING, message, root.url, named)
+        _warned.add(root.url)
     return {step.url for step in batch if f"{directory_name(step)}/" in gone}
 
 
@@ -469,7 +475,7 @@ def named_removal(url: str) -> NamedRemoval:
         run = None
     if not step.committed and not step.damaged:
         hint = f"if it was killed: `ckpt gc {run or 'ROOT'} --yes` removes its files after a day, with --older-than 0 at once"
-        raise NotCommittedError("no checkpoint is committed here: a save did not finish, or still goes on", where=url, hint=hint)
+        raise NotCommittedError("no checkpoint is committed here: a save did not finish, or is in progress", where=url, hint=hint)
     if step.link is not None:
         return NamedRemoval(step=step, run=None)
     if step.tags:

@@ -162,7 +162,7 @@ class Reporter:
             for one in (event, *alerts):
                 for thread in self._threads:
                     thread.post(one)
-        for alert in alerts:
+        for alert in () if kind.endswith(".failed") else alerts:  # what failed is in the log already
             log.warning("%s: %s", alert.topic, alert.reason)
 
     def alert(self, topic: Topic, step: int, url: str, reason: str) -> None:

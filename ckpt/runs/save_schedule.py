@@ -187,7 +187,7 @@ class SaveSchedule:
             signals = tuple(dict.fromkeys(policy.watched_signals))  # a handler that was set twice would be the one before itself
         except TypeError as err:
             hint = "a property that gives a tuple: return (signal.SIGTERM,)"
-            raise UsageError(f"watched_signals of {policy!r} are no numbers of signals: {err}", hint=hint) from err
+            raise UsageError(f"watched_signals of {policy!r} are not numbers of signals: {err}", hint=hint) from err
         self._preemption = Preemption(signals)
         self._agreement: StepAgreement | None = None
         if signals:
@@ -283,14 +283,14 @@ class FailedSaves:
         """Whether training goes on if the next save ends with this."""
         return self._count + 1 < self._limit and storage_failed(error)
 
-    def count(self, what: str, error: BaseException | None) -> BaseException | None:
-        """A save has ended; gives what is to be raised."""
+    def count(self, what: str, error: BaseException | None, *, level: int = logging.WARNING) -> BaseException | None:
+        """A save has ended; gives what is to be raised. ``level``: of the line in the log, if training goes on."""
         goes_on = error is not None and self.tolerates(error)
         self._count = self._count + 1 if error is not None else 0
         self.passed_over = error if goes_on else None
         if goes_on and self._leads:
             message = "%s, and training goes on (failure %d in a row; %d end it): %s"
-            log.warning(message, what, self._count, self._limit, error)
+            log.log(level, message, what, self._count, self._limit, error)
         return None if goes_on else error
 
 

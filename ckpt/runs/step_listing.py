@@ -109,7 +109,7 @@ def list_steps(root_url: str | os.PathLike[str]) -> list[Step]:
     directory itself, or of links to elsewhere the one with the highest step. The others are in its ``also``.
 
     Raises:
-        StorageError: the storage cannot be read. A damaged commit record is not raised: its step says so.
+        StorageError: the storage cannot be read. A damaged commit record raises nothing: its step has the reason.
     """
     root_url = url_text(root_url)
     backend = open_backend(root_url)
@@ -227,6 +227,8 @@ def none_here(url: str) -> CkptError:
         return joint
     names = open_backend(url).list_dir()
     if not names:
+        if is_file_system(url) and os.path.isfile(real_url(url)):
+            return NotFoundError("this file is no checkpoint of a known format", where=url, hint="name a directory of checkpoints")
         return NotFoundError("nothing lies below this URL", where=url, hint="check the URL")
     runs = runs_below(url, names)
     hint = f"name one of the runs below: {some_runs(runs)}" if runs else "name the directory that holds the steps"

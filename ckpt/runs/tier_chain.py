@@ -352,7 +352,7 @@ class BeginFrom:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestoredFrom:
-    """What :meth:`ckpt.Checkpointer.restore` has loaded; ``str`` of it says it in words.
+    """What :meth:`ckpt.Checkpointer.restore` has loaded; ``str`` has it in words.
 
     ``url``: a copy of it that any process can open; None if only this job can, since its files are spread over machines and the step is
     not at the root. ``sources``: the bytes of data files that this rank has read, by where they were: ``memory of this host``,
@@ -381,7 +381,7 @@ def origin_of(step: int | None, begin_from: str | os.PathLike[str] | BeginFrom |
     if begin_from is not None and step is not None:
         raise UsageError("step= asks for a checkpoint of this run, begin_from= for one from elsewhere", hint="give one of them")
     if options.get("dry_run"):
-        raise UsageError("restore loads, and goes on from what it loaded", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
+        raise UsageError("restore loads, and continues from the loaded step", hint="ckpt.load(c.url(n), state, dry_run=True) plans it")
     return BeginFrom.of(begin_from) if begin_from is not None else None
 
 

@@ -8,12 +8,14 @@ records at the root say so.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt.concurrency import Pending, Rounds
@@ -90,6 +92,9 @@ class Tiers:
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
         if local is not None and real_url(local) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
+        for path in (Path(place.removeprefix("file://")) for place in (root, local) if place is not None):
+            if (file := next(filter(os.path.isfile, (path, *path.parents)), None)) is not None:
+                raise UsageError("a run is a directory, and this is a file", where=str(file), hint="name a directory")
 
     def place(self, n: int) -> str:
         """Where step ``n`` is committed first."""
@@ -215,7 +220,7 @@ class Tiers:
             hint = "`ckpt rebuild` repairs a damaged record; to begin the run anew, move its checkpoints away or name another root"
             raise CorruptError(f"no checkpoint here can be read: {damaged.reason}", where=damaged.url, hint=hint)
         if step is not None and not there:
-            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` shows what is there")
+            raise NotFoundError(f"there is no checkpoint of step {step}", where=self.root, hint="`ckpt ls` lists the checkpoints there")
         return []
 
     def _say_saved_later(self, at_root: Iterable[Step], chosen: Step) -> None:

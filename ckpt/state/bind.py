@@ -29,6 +29,7 @@ from .shard_table import ShardCache, ShardTable, own_name
 from .sharded import NamedValues, Sharded, is_named, merge, place, same_boxes
 from .targets import Binder, Binding, Setter, inline_only
 from .torch_objects import (
+    EXTRA_STATE,
     ParamNames,
     copies_of,
     frozen_beside,
@@ -184,7 +185,11 @@ class _BindWalk(Binder):
             at = start + key if type(key) is str and key.isascii() else join(path, key)
             # First, and without a closure: there may be many thousand.
             if type(value) in lazy.PLAIN or (isinstance(value, lazy.Tensor) and not is_wrapper(value)):
-                tensor(at, value)
+                stored = self.entries.get(at) if at.endswith(EXTRA_STATE) else None
+                if stored is None or stored.shape == tuple(value.shape) or stored.dtype.name != "uint8" or key not in children:
+                    tensor(at, value)
+                elif self.selection.wants(at):  # what a module has serialised, of any length
+                    self.decoded(self.nodes.child(node, key, at), at, partial(target.__setitem__, key))
             else:
                 self.value(value, self.nodes.child(node, key, at), at, partial(target.__setitem__, key))
         runs = [alike] if live == _LIVE else [alike, *self.added(target, children, path, everything=everything, tensors=live == _NAMED)]
@@ -301,7 +306,7 @@ class _BindWalk(Binder):
             if self.selection.wants(state_name):
                 child, owner = self.nodes.child(node, name, state_name), parts.owners[name]
                 self.decoded(child, state_name, owner.set_extra_state)
-                if child is not tree.MISSING and refuses_pickles(owner):
+                if tree.tag_of(child) == "$tensor" and refuses_pickles(owner):
                     self.binding.trials.append((state_name, child, owner.set_extra_state))
 
     def resizes(self, number: int, path: str, owners: Mapping[str, torch.nn.Module]) -> None:

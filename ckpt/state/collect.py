@@ -26,6 +26,7 @@ from .sharded import NamedValues, Sharded, is_main, is_named, place
 from .subclasses import TENSORS, describe
 from .tensors import LocalTensor
 from .torch_objects import (
+    EXTRA_STATE,
     LEFT_OUT,
     ModuleTensors,
     ParamNames,
@@ -41,6 +42,7 @@ from .torch_objects import (
     refuse_zero,
     scan_state,
     tensors_of,
+    without_addresses,
 )
 from .walk import Compound, PerRank, is_stateful, state_of
 
@@ -282,7 +284,7 @@ class _CollectWalk:
         if type(tensor) not in lazy.PLAIN and is_wrapper(tensor):
             placed = self.shard_table.add_fields(path or _named(path), tensor)
             return {**describe(tensor, path), TENSORS: {field: {"$tensor": local.info.name} for field, local in placed.items()}}
-        self.shard_table.add(path or _named(path), tensor)
+        self.shard_table.add(path or _named(path), without_addresses(tensor) if path.endswith(EXTRA_STATE) else tensor)
         name = self.shard_table.names[path]
         if name != path:
             self.renumbered[path] = name
@@ -315,7 +317,9 @@ class _CollectWalk:
         left = pairs_of(taker.left(state)) or []
         taken = next((key for key, _ in left if key in beside), None)
         if taken is not None:
-            raise StateError("a value of the state, and one that says its name itself, have this name", where=str(taken), hint="rename one")
+            raise StateError(
+                "a value of the state, and one that defines its name itself, have this name", where=str(taken), hint="rename one"
+            )
         return mapping_node([*left, *beside.items()])
 
     def object_leaf(self, value: object, path: str) -> Node:
@@ -334,7 +338,7 @@ class _CollectWalk:
 
     def module(self, module: torch.nn.Module, path: str) -> Node:
         if not path:
-            raise StateError("a module lies under an empty key, so its tensors have no prefix of their own", hint='{"model": module}')
+            raise StateError("a module lies under an empty key, so its tensors have no prefix", hint='{"model": module}')
         parts = self.parts.get(id(module)) or tensors_of(module)
         shard_table = self.shard_table
         taker = self.taker
@@ -367,7 +371,7 @@ class _CollectWalk:
                     shard_table.frozen |= stored
         node: Node = {"$tensors": path}
         if parts.extra or extra:
-            named = [(n, value, join(path, n)) for n, value in parts.extra.items()]
+            named = [(n, without_addresses(value), join(path, n)) for n, value in parts.extra.items()]
             extra += [(n, encode(value, at, self.inner_leaf)) for n, value, at in named if taker is None or taker.wants(at)]
             node = mapping_node([("", node), *extra])
             wanted |= dict(extra)

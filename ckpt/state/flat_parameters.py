@@ -59,7 +59,7 @@ class FlatPart(Sharded):
         if value.numel() == 1:
             return self.number(value.clone())
         raise LayoutError(
-            f"it has shape {tuple(value.shape)}, its flat parameter here {self.alike}: which elements are whose cannot be told",
+            f"it has shape {tuple(value.shape)}, its flat parameter here {self.alike}: the owners of its elements are unknown",
             where=f"tensor {state_name}",
             hint="use fully_shard (FSDP version 2) with this optimizer",
         )

@@ -389,7 +389,7 @@ def _one_number(placed: ResolvedShard, name: str, tensor: torch.Tensor) -> Resol
 
 def _ambiguous(state_name: str, tensor: torch.Tensor, param: torch.Tensor) -> LayoutError:
     return LayoutError(
-        f"it has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}: whether it is sharded cannot be told",
+        f"it has shape {tuple(tensor.shape)}, its parameter {tuple(param.shape)}: whether it is sharded is unknown",
         where=f"tensor {state_name}",
         hint="make it a DTensor in the optimizer, or keep it out of the state",
     )

@@ -113,7 +113,7 @@ def beside_stated(tensor: torch.Tensor, param: torch.Tensor, name: str, rank: in
     starts = [(memory.storage_offset() - beside.storage_offset(), memory) for memory in of_param.blocks]
     inside = all(memory.untyped_storage().data_ptr() == beside.untyped_storage().data_ptr() for _, memory in starts)
     if own.shape != beside.shape or not inside or own.stride() != beside.stride():
-        text = f"it has shape {tuple(own.shape)}, its parameter {tuple(beside.shape)} here: which elements are whose cannot be told"
+        text = f"it has shape {tuple(own.shape)}, its parameter {tuple(beside.shape)} here: the owners of its elements are unknown"
         raise LayoutError(text, where=f"tensor {name}", hint="have it state its boxes, as the parameter does")
     blocks = tuple(own.detach().as_strided(m.shape, m.stride(), own.storage_offset() + start) for start, m in starts)
     return Sharded(_example(own), of_param.shape, of_param.layout, blocks)

@@ -8,11 +8,12 @@ tensors. So a class is needed by name only where the state has no tensor yet, an
 from __future__ import annotations
 
 import enum
+import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan import tree
@@ -23,10 +24,13 @@ from ckpt.plan.values import CLASS
 
 from . import lazy
 from .dtensor import is_dtensor, is_wrapper
+from .tensors import raw_view
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.tensor import DTensor
+
+log = logging.getLogger("ckpt")
 
 TENSORS = "tensors"
 """The key of a description for the stored inner tensors, where the state does not have them by their names."""
@@ -172,42 +176,113 @@ def inner_layouts(
     sizes = [stop - start for start, stop in ranges]
     if not all(sizes):
         raise _uncut(name, wrapper, f"has no elements on some of its {parts} ranks")
-    sliced, length = _slice(name, wrapper, dim)
+    whole, sliced, undivided = _slice(name, wrapper, dim)
     placed = {}
     for field, tensor in inner.items():
         if field not in sliced:
             raise _uncut(name, wrapper, f"has no {field} once it is sliced")
-        cut = [d for d, (now, before) in enumerate(zip(sliced[field].shape, tensor.shape, strict=True)) if now != before]
-        if not cut:
-            placed[field] = tensor, TensorLayout(layout.mesh, (), layout.at), tuple(tensor.shape)
-            continue
-        rows = Fraction(tensor.shape[cut[0]], wrapper.shape[dim])
-        scaled = [rows * size for size in sizes]
-        if len(cut) > 1 or sliced[field].shape[cut[0]] != rows * length or any(size.denominator > 1 for size in scaled):
+        cut = _cut(whole[field], sliced[field])
+        scaled = [Fraction(tensor.shape[d], wrapper.shape[dim]) * size for d in cut[:1] for size in sizes]
+        if field in undivided or any(size.denominator > 1 for size in scaled):
             raise _uncut(name, wrapper, f"has {field} of shape {tuple(tensor.shape)}, which does not divide as its rows {sizes}")
-        of_parts = tuple(int(size) for size in scaled)
-        inner_shape = tuple(sum(of_parts) if d == cut[0] else n for d, n in enumerate(tensor.shape))
-        placed[field] = tensor, TensorLayout(layout.mesh, (Shard(cut[0], split.over, of_parts),), layout.at), inner_shape
+        of_parts = tuple(map(int, scaled))
+        inner_shape = tuple(sum(of_parts) if d in cut else n for d, n in enumerate(tensor.shape))
+        splits = tuple(Shard(d, split.over, of_parts) for d in cut)
+        placed[field] = tensor, TensorLayout(layout.mesh, splits, layout.at), inner_shape
     return placed
 
 
-def _slice(name: str, wrapper: Any, dim: int) -> tuple[dict[str, torch.Tensor], int]:
-    """The inner tensors of a slice, and how long it is: the longest one from the start that the class can make."""
-    rows, reason = wrapper.shape[dim], "has one row here"
-    for parts in (n for n in range(2, rows + 1) if rows % n == 0):
+Inner: TypeAlias = "Mapping[str, torch.Tensor]"
+
+
+def _slice(name: str, wrapper: Any, dim: int) -> tuple[Inner, Inner, Collection[str]]:
+    """The inner tensors of a wrapper, of the first of its equal parts, and names of those that do not divide: of the fewest parts that
+    the class makes and in which all divide. A wrapper that has no such parts, as one of a single block, is tried as half of one twice as
+    long."""
+    size, whole, first, reason = wrapper.shape[dim], inner_tensors(wrapper), None, "has one row here"
+    for count in (n for n in range(2, size + 1) if size % n == 0):
+        part = _part(wrapper, dim, 0, size // count)
+        if isinstance(part, str):
+            reason = part
+        else:
+            undivided = [field for field in whole if field in part and not _divides(whole[field], part[field], count)]
+            if not undivided and part.keys() >= whole.keys():
+                return whole, part, ()
+            first = first or (whole, part, undivided)
+    try:
+        twice = _twice(wrapper, dim)
+        inner = inner_tensors(twice)
+        for start in (0, size):
+            part = _part(twice, dim, start, size)
+            if isinstance(part, str) or any(
+                not _equal(part[field], _rows_of(inner[field], tensor, dim, start)) for field, tensor in whole.items()
+            ):
+                break
+        else:
+            return inner, whole, ()
+    except Exception as err:  # noqa: BLE001  as below: why its own parts do not do says more
+        log.debug("%s: a %s twice as long cannot be made: %s", name, _name(type(wrapper)), err)
+    if first is None:
+        raise _uncut(name, wrapper, reason)
+    return first
+
+
+def _part(wrapper: Any, dim: int, start: int, length: int) -> Inner | str:
+    """The inner tensors of one of a wrapper's equal parts; why not, if the class makes none."""
+    reasons = []
+    for method in ("narrow", "split"):  # TransformerEngine's MXFP8 is cut by the latter alone
         try:
-            part = wrapper.detach().narrow(dim, 0, rows // parts)
+            whole = wrapper.detach()
+            part = whole.narrow(dim, start, length) if method == "narrow" else whole.split(length, dim)[start // length]
             if type(part) is type(wrapper):
-                return inner_tensors(part), rows // parts
-            reason = f"gives a {type(part).__qualname__} when it is sliced"
+                return inner_tensors(part)
+            reasons.append(f"gives a {type(part).__qualname__} when it is sliced")
         except Exception as err:  # noqa: BLE001  classes refuse as they like
-            reason = f"cannot be sliced ({type(err).__name__}: {err})"
-    raise _uncut(name, wrapper, reason)
+            reasons.append(f"cannot be sliced ({type(err).__name__}: {err})")
+    return reasons[0]
+
+
+def _twice(wrapper: Any, dim: int) -> Any:
+    """A wrapper twice as long, of other bytes: none of its rows are alike, as those of zeros are."""
+    names, context = wrapper.__tensor_flatten__()
+    shape = tuple(2 * size if d == dim else size for d, size in enumerate(wrapper.shape))
+    inner = {name: getattr(wrapper, name).detach() for name in names}
+    for name, tensor in inner.items():
+        if tensor.dim() == wrapper.dim():
+            twice = lazy.torch.cat([tensor, tensor], dim)
+            count = twice.numel() * twice.element_size()
+            some = lazy.torch.arange(251, dtype=lazy.torch.uint8, device=tensor.device).repeat(count // 251 + 1)[:count]
+            inner[name] = some.view(tensor.dtype).view(twice.shape)
+    stride = lazy.torch.empty(shape, device="meta").stride()
+    return type(wrapper).__tensor_unflatten__(inner, _reshaped(context, wrapper.shape, shape), lazy.torch.Size(shape), stride)
+
+
+def _rows_of(twice: torch.Tensor, tensor: torch.Tensor, dim: int, start: int) -> torch.Tensor:
+    """The half of an inner tensor of a wrapper twice as long that begins with the first row, or later; all of one that is no longer."""
+    return twice if twice.shape == tensor.shape else twice.chunk(2, dim)[start > 0]
+
+
+def _cut(whole: torch.Tensor, part: torch.Tensor) -> list[int]:
+    """The dimensions in which a part of a wrapper has less of an inner tensor."""
+    return [d for d, (before, now) in enumerate(zip(whole.shape, part.shape, strict=True)) if now != before]
+
+
+def _divides(whole: torch.Tensor, part: torch.Tensor, count: int) -> bool:
+    """Whether ``part`` is the first of ``count`` equal parts of an inner tensor in one dimension, or all of it: not rows that are padded to
+    as many."""
+    cut = _cut(whole, part)
+    if len(cut) > 1 or any(part.shape[d] * count != whole.shape[d] for d in cut):
+        return False
+    return whole.data_ptr() == part.data_ptr() or (whole.dim() < 2 and _equal(whole[tuple(map(slice, part.shape))], part))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and lazy.torch.equal(raw_view(one.contiguous()), raw_view(other.contiguous()))
 
 
 def _uncut(name: str, wrapper: object, why: str) -> LayoutError:
     return LayoutError(
-        f"a {_name(type(wrapper))} that {why}: which elements of its inner tensors are whose cannot be told",
+        f"a {_name(type(wrapper))} that {why}: the owners of the elements of its inner tensors are unknown",
         where=f"tensor {name}",
         hint="shard it along rows, in whole blocks; or replicate it",
     )

@@ -238,7 +238,7 @@ class Binder:
                         raise MismatchError(
                             "the two share elements in the state, for which the checkpoint has different values",
                             where=f"tensor {name} and {other.state_name}",
-                            hint="give each of them memory of its own, or leave one out with only=",
+                            hint="give each of them its own memory, or leave one out with only=",
                         )
 
         self.binding.apply.insert(0, put)

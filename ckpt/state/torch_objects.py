@@ -4,6 +4,8 @@ name, never by index, and parameter groups as options of named parameters. And t
 from __future__ import annotations
 
 import os
+import pickletools
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -83,7 +85,7 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
             entries.append((name, attribute, value, owners[prefix]))
     for name, attribute, value, owner in entries:
         parts.owners[name] = owner
-        if isinstance(value, lazy.Tensor) and attribute != "_extra_state":
+        if isinstance(value, lazy.Tensor) and attribute != EXTRA_STATE:
             parts.tensors[name] = value
         else:
             parts.extra[name] = value
@@ -92,9 +94,40 @@ def tensors_of(module: nn.Module) -> ModuleTensors:
 
 def refuses_pickles(owner: nn.Module) -> bool:
     """Whether a module of TransformerEngine refuses pickles of recipes that have a state. It ignores all others then."""
-    if "transformer_engine.pytorch._extra_state" not in sys.modules or os.environ.get("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE") == "1":
-        return False  # the module came with the refusal, in release 2.18
-    return any(base.__module__.startswith("transformer_engine.") for base in type(owner).__mro__)
+    if os.environ.get("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE") == "1":
+        return False
+    if not any(base.__module__.startswith("transformer_engine.") for base in type(owner).__mro__):
+        return False
+    release = str(getattr(sys.modules.get("transformer_engine"), "__version__", "0")).split(".")
+    return [int(number) for number in release[:2] if number.isdecimal()] >= [2, 18]
+
+
+EXTRA_STATE = "_extra_state"
+"""What torch calls the extra state of a module in its ``state_dict``."""
+_ONE_STORAGE = re.compile(rb"\]q\x00(X.{4}[0-9]+)q\x01a\.", re.DOTALL)
+"""The list of storages in a storage that torch has pickled: one, whose name is its address in memory."""
+
+
+def without_addresses(value: Any) -> Any:
+    """An extra state of bytes that are a pickle, as TransformerEngine's, where each storage is named ``0``: else the bytes of equal states
+    would differ from process to process. The pickle means the same, and nothing is unpickled. All other values stay as they are."""
+    if not isinstance(value, lazy.Tensor) or value.dtype != lazy.torch.uint8 or value.dim() != 1 or value.is_meta:
+        return value
+    data = value.detach().numpy(force=True).tobytes()
+    if not data.startswith(b"\x80") or _ONE_STORAGE.search(data) is None:  # the opcode PROTO
+        return value
+    try:
+        opcodes = [(opcode.name, argument, at or 0) for opcode, argument, at in pickletools.genops(data)]
+    except (ValueError, UnicodeError):  # other bytes
+        return value
+    parts = list[bytes]()
+    for (opcode, argument, start), end in zip(opcodes, [*(at for _, _, at in opcodes[1:]), len(data)], strict=True):
+        if isinstance(argument, bytes) and (name := _ONE_STORAGE.search(argument)) is not None:
+            storage = argument.replace(name[1], b"X\1\0\0\0" + b"0", 2)  # where it is referred to, and in the list: both before the data
+            parts.append(b"\x8e" + len(storage).to_bytes(8, "little") + storage)  # BINBYTES8
+        elif opcode != "FRAME":  # which gives a length, and may be left out
+            parts.append(data[start:end])
+    return lazy.torch.frombuffer(bytearray(b"".join(parts)), dtype=lazy.torch.uint8)
 
 
 def _of_flat(
@@ -294,9 +327,7 @@ class PartTaker:
         """What is left of the state of a walk, with the label of a part."""
         pairs = pairs_of(state) or []
         if any(key == LABEL for key, _ in pairs):
-            raise StateError(
-                f"the key {LABEL!r} of a state says that a checkpoint is a part", where=LABEL, hint="give the value another key"
-            )
+            raise StateError(f"the key {LABEL!r} of a state marks a checkpoint as a part", where=LABEL, hint="give the value another key")
         return mapping_node([*(pairs_of(self.left(state)) or []), (LABEL, self.part.to_node())])
 
     def left(self, state: Node) -> Node:

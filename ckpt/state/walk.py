@@ -176,7 +176,7 @@ class PerRank:
         None if its own is missing.
 
         Raises:
-            MismatchError: it cannot be said who takes what. Nothing was changed.
+            MismatchError: it is unknown which rank takes what. Nothing was changed.
         """
         position, count = list(ranks).index(rank), len(ranks)
         if world_size == count:

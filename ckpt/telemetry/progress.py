@@ -229,7 +229,7 @@ _LISTS: dict[str, tuple[type[PhaseProgress | SlowRank], int, str]] = {
 def _record(kind: type[R], value: object, what: str) -> R:
     """A record of this kind, of JSON that others have written."""
     if not isinstance(value, dict):
-        raise ValueError(f"{what} is no object")
+        raise ValueError(f"{what} is not an object")
     return kind(**{field.name: _value(field.name, value.get(field.name)) for field in fields(kind)})  # type: ignore[arg-type]  # dataclasses
 
 

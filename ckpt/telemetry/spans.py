@@ -371,7 +371,7 @@ class SpanTable:
 def _table(row: object) -> SpanTable:
     """Raises ValueError with what is wrong."""
     if not isinstance(row, dict):
-        raise ValueError("it is no object")
+        raise ValueError("it is not an object")
     began = began_of(row)
     spans = parse_json(row["spans"]) if isinstance(row.get("spans"), str) else row.get("spans")
     lists: list[list[Any]] = []
@@ -382,19 +382,19 @@ def _table(row: object) -> SpanTable:
         ("folded", row.get("folded"), _PHASES),
     ):
         if not isinstance(values, list) or len(values) > most:
-            raise ValueError(f"its {member} are no list of at most {most:,}")
+            raise ValueError(f"its {member} are not a list of at most {most:,}")
         lists.append(values)
     phases, columns, threads, folded = lists
     if not all(isinstance(p, str) for p in phases) or not are_phases(tuple(phases)):
-        raise ValueError("its phases are no names")
+        raise ValueError("its phases are not names")
     if len(columns) != 5 or not all(isinstance(c, list) and len(c) == len(columns[0]) for c in columns):
-        raise ValueError("its spans are no columns")
+        raise ValueError("its spans are not columns")
     if len(columns[0]) > MOST:
         raise ValueError(f"it has {len(columns[0]):,} single spans")
     if len(threads) > len(columns[0]) or not all(isinstance(t, str) and len(t) <= _NAME and t.isprintable() for t in threads):
-        raise ValueError("its threads are no names")
+        raise ValueError("its threads are not names")
     if not all(isinstance(one, list) and len(one) == 6 for one in folded):
-        raise ValueError("a sum is no row of six")
+        raise ValueError("a sum is not a row of six")
     number, count, nbytes = (0, len(phases) - 1), (1, BYTES), (0, BYTES)
     bounds = [*zip(columns, (number, (0, len(threads) - 1), (-MICROS, MICROS), (0, MICROS), nbytes), strict=True)]
     bounds += zip(zip(*folded, strict=True), (number, count, nbytes, nbytes, (-MICROS, MICROS), (-MICROS, 2 * MICROS)), strict=False)

@@ -85,7 +85,7 @@ def prove(
         tolerance: relative, of numbers on another number of ranks.
         timeout: seconds for each run.
         folder: where the runs have their checkpoints and notes, which stay there; by default a temporary one.
-        progress: told of each run that begins.
+        progress: called for each run that begins.
 
     Raises:
         UsageError: the job does not come to step ``at``, or does not restore; or it notes no number that other ranks could compare.

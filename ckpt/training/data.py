@@ -211,7 +211,7 @@ T = TypeVar("T")
 
 
 class ResumableLoader(Generic[T]):
-    """A ``DataLoader`` that knows how many of its samples were used, and goes on from there on any number of ranks.
+    """A ``DataLoader`` that knows how many of its samples were used, and continues there on any number of ranks.
 
     Each ``for`` loop over it runs to the end of the epoch that it is in. A batch counts as used when the loop gets it, whatever workers
     have fetched ahead. Put it into the state as it is: its state is the same on all ranks, and a save checks that.
@@ -322,7 +322,7 @@ def resharded(loader: Any) -> Callable[[Sequence[Any], int, int], Any] | None:
         if takes_up:
             loader.dataset.load_state_dict(loader.dataset.reshard(known, index, count))
         elif known:
-            raise StateError("the dataset has a state of its own, which cannot be split", hint="give the dataset a method reshard")
+            raise StateError("the dataset has its own state, which cannot be split", hint="give the dataset a method reshard")
         if isinstance(loader.batch_sampler, Batches):
             mains = [state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state for state in states]
             positions = {loader.batch_sampler.position_of(main["_sampler_iter_state"]) for main in mains}
@@ -358,7 +358,7 @@ class Stateful(Protocol):
 
 
 class LoaderState(Compound):
-    """Puts a data loader with a state of its own on each data-parallel rank into a state: ``{"loader": LoaderState(loader, …), …}``.
+    """Puts a data loader with a separate state on each data-parallel rank into a state: ``{"loader": LoaderState(loader, …), …}``.
 
     Loaded on as many data-parallel ranks, each takes the state of its number, exactly; ranks of one number (a tensor-parallel group) take
     the same, however many there are of them. On another number of data-parallel ranks, states are split or merged by ``reshard``; without
@@ -371,7 +371,7 @@ class LoaderState(Compound):
         loader: anything with ``state_dict`` and ``load_state_dict``.
         mesh: the parallel dimensions of all ranks of the job: a ``DeviceMesh``, a :class:`ckpt.Layout`, a :class:`ckpt.Mesh`, or names and
             sizes.
-        over: the data-parallel dimensions. Without ``mesh`` and ``over`` every rank is one of its own.
+        over: the data-parallel dimensions. Without ``mesh`` and ``over`` every rank is a separate one.
         shared: keys of the loader's state that are equal on all ranks (sources, configuration, epoch). They are stored once, and compared.
         reshard: ``reshard(states, index, count)`` gives the state of data-parallel rank ``index`` of ``count``, from those of all that
             saved, in their order. By default the loader's method of this name, if it has one.
@@ -406,7 +406,7 @@ class LoaderState(Compound):
             return {"own": _Own(self, state)}
         lacking = [key for key in self.shared if key not in state]
         if lacking:
-            raise UsageError(f"the loader's state has no {lacking[0]!r}, which is said to be shared", hint=f"its keys are {list(state)}")
+            raise UsageError(f"the loader's state has no {lacking[0]!r}, which is listed as shared", hint=f"its keys are {list(state)}")
         own = {key: value for key, value in state.items() if key not in self.shared}
         return {"shared": {key: state[key] for key in self.shared}, "own": _Own(self, own)}
 

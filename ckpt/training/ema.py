@@ -41,7 +41,7 @@ class Average(Compound, Fenced):
             rounding.
 
     Raises:
-        UsageError: ``model`` is no module, ``decay`` is not from 0 to 1, no parameter is trained, or FSDP version 1 keeps the parameters in
+        UsageError: ``model`` is not a module, ``decay`` is not from 0 to 1, nothing is trained, or FSDP version 1 keeps the parameters in
             flat ones.
     """
 

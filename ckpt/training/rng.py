@@ -249,7 +249,7 @@ class Generators(PerRank):
         mesh: the parallel dimensions of all ranks of the job: a ``DeviceMesh``, a :class:`ckpt.Layout`, a :class:`ckpt.Mesh`, or names and
             sizes.
         distinct: the dimensions along which streams differ. Ranks that differ only in others hold the same stream. Without ``mesh`` and
-            ``distinct`` every rank has a stream of its own.
+            ``distinct`` every rank has its own stream.
 
     Raises:
         UsageError, LayoutError: the mesh has no such dimension.

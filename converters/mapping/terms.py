@@ -43,7 +43,7 @@ class Dimensions(dict[str, int]):
             return number
         if number not in self:
             raise UsageError(
-                f"the translation needs the number {number!r} of the model, which nothing says", hint=f"give it: --set {number}=…"
+                f"the translation needs the number {number!r} of the model, which is not given", hint=f"give it: --set {number}=…"
             )
         return self[number]
 
@@ -200,7 +200,7 @@ def _padded(view: LogicalTensor, step: TermStep, numbers: Dimensions) -> Logical
     real = step.real if isinstance(step.real, int) else numbers.get(step.real or "")
     own = view.shape[step.axis : step.axis + 1]
     if real is not None and own and own[0] < real:
-        raise UsageError(f"axis {step.axis} of shape {list(view.shape)} has fewer than the {real} elements that are said to be no padding")
+        raise UsageError(f"axis {step.axis} of shape {list(view.shape)} has fewer than the {real} elements that are not padding")
     return views.padded(view, step.axis, numbers.of(step.to))
 
 

@@ -202,7 +202,7 @@ class TranslationRules:
             given = " ".join(f"--set {number}=…" for number in lacking)
             config = "; or put the model's config.json beside the checkpoint's files" if {*lacking} <= {*NUMBERS} else ""
             raise UsageError(
-                f"the translation needs numbers of the model that nothing tells: {', '.join(lacking)}",
+                f"the translation needs numbers of the model that are not given: {', '.join(lacking)}",
                 hint=f"give them: {given} (numbers= in Python){config}",
             )
 
@@ -268,7 +268,7 @@ def parse_translation(text: str, where: str) -> TranslationRules:
             left=data["left"], right=data["right"], terms=tuple(terms), keeps_others=data.get("keeps_others", False), **ignored
         )
     except tomllib.TOMLDecodeError as err:
-        raise UsageError(f"this is no TOML: {err}", where=where) from err
+        raise UsageError(f"this is not TOML: {err}", where=where) from err
     except UsageError as err:
         raise UsageError(err.message, where=where, hint=err.hint) from err
 

@@ -337,7 +337,7 @@ def read_configuration(given: ConfigSource) -> Configuration:
     try:
         return Configuration(files=files, numbers=dict(of_config(parse_json(files[CONFIG]))))
     except (ValueError, AttributeError, TypeError) as err:
-        raise UsageError(f"this is no configuration of a model: {err}", where=given if isinstance(given, str) else None) from err
+        raise UsageError(f"this is not the configuration of a model: {err}", where=given if isinstance(given, str) else None) from err
 
 
 def _content(given: Mapping[str, Any] | ModelConfig) -> dict[str, Any]:

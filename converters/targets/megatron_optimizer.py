@@ -171,7 +171,7 @@ class _Buffers:
         layout = job_layout(members, self.arguments, bucketed=self.stage == number == 0)
         if layout is None:
             hint = "--arg ddp_bucket_size=…, or leave the optimizer out: --no-optimizer"
-            raise UsageError("nothing says how large the buckets of the optimizer's buffers are", where=self.ranks.where, hint=hint)
+            raise UsageError("the size of the buckets of the optimizer's buffers is unknown", where=self.ranks.where, hint=hint)
         buffer: dict[str, Any] = {}
         for key, chunks in self.states.items():
             parts = [chunks[number][place] for place in places]

@@ -192,7 +192,7 @@ def _weights(chosen: OutputSet, head: str) -> dict[str, OutputTensor]:
         raise UsageError("the tensors do not have the names of Megatron-Core's parameters", where=chosen.catalog.url, hint=hint)
     odd = [] if chosen.catalog.format == FORMAT_NAME else sorted(n for n in weights if not is_known(n))
     if odd:
-        raise UsageError(f"nobody knows how Megatron-Core stores {odd[0]}", where=chosen.catalog.url, hint="leave it out: --exclude")
+        raise UsageError(f"it is not known how Megatron-Core stores {odd[0]}", where=chosen.catalog.url, hint="leave it out: --exclude")
     return weights
 
 

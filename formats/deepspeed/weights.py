@@ -142,7 +142,7 @@ class Weights:
             if type(tensor) is StoredView:
                 self.table.add(f"{MODEL}.{prefix}{name}", file.file, tensor)
             elif tensor is not None:
-                raise FormatError(f"the entry {name!r} of a layer is no tensor", where=file.where, hint="such layers are not read")
+                raise FormatError(f"the entry {name!r} of a layer is not a tensor", where=file.where, hint="such layers are not read")
 
     def frozen(self, files: Sequence[PickledFile]) -> None:
         """Parameters of ZeRO-3 that are not trained: every rank has a part of each."""

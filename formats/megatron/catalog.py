@@ -90,7 +90,7 @@ def _latest(backend: Backend) -> str:
         return text
     if not text.isascii() or not text.isdigit():
         raise CorruptError(
-            f"{text!r} is no iteration", where=f"{backend.url.rstrip('/')}/{TRACKER}", hint="open the directory of one iteration"
+            f"{text!r} is not an iteration", where=f"{backend.url.rstrip('/')}/{TRACKER}", hint="open the directory of one iteration"
         )
     return f"iter_{int(text):07d}"
 
@@ -134,7 +134,7 @@ def _open_unfinished(backend: Backend) -> NoReturn:
     raise NotCommittedError(
         f"this is a Megatron save that was not finished: {COMMON} is there, and no {METADATA_JSON}",
         where=backend.url,
-        hint=f"open another iteration; or, if it is a torch.save file of your own, {join_url(backend.url, COMMON)}",
+        hint=f"open another iteration; or, if it is your own torch.save file, {join_url(backend.url, COMMON)}",
     )
 
 
@@ -262,7 +262,9 @@ class _Legacy:
             view = archive.values.meaning(stored)
             if not isinstance(view, StoredView):
                 hint = "convert it with Megatron-LM's tools/checkpoint first"
-                raise FormatError(f"{name!r} of the model is no tensor: a model from before Megatron-Core?", where=archive.where, hint=hint)
+                raise FormatError(
+                    f"{name!r} of the model is not a tensor: a model from before Megatron-Core?", where=archive.where, hint=hint
+                )
             views[name] = view
         return views
 
@@ -297,7 +299,7 @@ class _Legacy:
         has_experts = any(".mlp.experts." in name for rank in self.ranks for chunk in rank.chunks for name in chunk)
         if has_experts and isinstance(split, int) and split not in (1, self.sizes.tensor):
             raise FormatError(
-                f"experts with a tensor parallelism of their own ({split} of {self.sizes.tensor})",
+                f"experts with another tensor parallelism than the rest ({split} of {self.sizes.tensor})",
                 where=self.backend.url,
                 hint="save it as torch_dist: --ckpt-format torch_dist",
             )

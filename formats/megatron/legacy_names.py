@@ -129,7 +129,7 @@ def _of_experts(name: str, view: StoredView, chunk: Mapping[str, StoredView], ol
     total = names.arguments.get("num_experts") if router is None else router.shape[0]
     hidden = names.arguments.get("hidden_size") if router is None else router.shape[1]
     if not isinstance(total, int) or not isinstance(hidden, int) or total % names.expert[1]:
-        raise FormatError(f"nobody knows how many experts {name} has", where=where)
+        raise FormatError(f"it is not known how many experts {name} has", where=where)
     count = total // names.expert[1]
     numbers = range(names.expert[0] * count, (names.expert[0] + 1) * count)
     first, second = (math.prod(chunk[f"{head}mlp.experts.weight{i}"].shape) for i in (1, 2))
@@ -148,9 +148,9 @@ def _of_experts(name: str, view: StoredView, chunk: Mapping[str, StoredView], ol
 
 def _unknown(name: str, ranks: int, where: str) -> FormatError:
     return FormatError(
-        f"nobody knows how {name} is spread over {ranks} tensor-parallel ranks",
+        f"it is not known how {name} is spread over {ranks} tensor-parallel ranks",
         where=where,
-        hint="save it as torch_dist (--ckpt-format torch_dist), which says so itself",
+        hint="save it as torch_dist (--ckpt-format torch_dist), which records it",
     )
 
 

@@ -138,7 +138,7 @@ class ParallelLayout:
             self.refuse(f"{self.experts} experts on {self.expert_parallel} ranks")
 
     def refuse(self, what: str) -> NoReturn:
-        raise FormatError(f"the flat buffers of the optimizer cannot be told apart: {what}", where=self.table.backend.url, hint=HINT)
+        raise FormatError(f"the flat buffers of the optimizer cannot be distinguished: {what}", where=self.table.backend.url, hint=HINT)
 
     # ---- parameters of a group
 

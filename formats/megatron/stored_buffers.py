@@ -286,7 +286,7 @@ def likely_buckets(arguments: Mapping[str, Any]) -> list[Buckets]:
     elif given is not None:
         sizes = [given]
     elif arguments.get("ddp_num_buckets") is not None:
-        raise UsageError("the job said how many buckets it wanted, not how long they are", hint="--job ddp_bucket_size=N, in elements")
+        raise UsageError("the job requested a number of buckets; their lengths are unknown", hint="--job ddp_bucket_size=N, in elements")
     else:
         sizes = [*dict.fromkeys((default_bucket(ranks), default_bucket(ranks // context))), *([None] if overlap is None else [])]
     return [Buckets(size, shared, divisor) for size in sizes]

@@ -173,7 +173,7 @@ class _TorchDist:
         if name == _COMMON_ITEM and isinstance(value, list) and len(value) == 1:
             value = archive.values.meaning(value[0])
         if not isinstance(value, dict):
-            raise CorruptError("the common state is no dictionary", where=archive.where, hint="copy the checkpoint again")
+            raise CorruptError("the common state is not a dictionary", where=archive.where, hint="copy the checkpoint again")
         self.common_archive = self.number[name]
         return value
 
@@ -350,7 +350,7 @@ def _boxes(stored: _KeyedTensor, true_shape: tuple[int, ...] | None, where: str)
         grid, at = stored.tensor.shape[:-1], box.offset[:-1]
         fits = len(grid) == len(true_shape) and all(g and s % g == 0 for g, s in zip(grid, true_shape, strict=True))
         if not fits or math.prod(box.shape[:-1]) != 1:
-            raise CorruptError(f"{stored.full} {list(stored.tensor.shape)} is no grid of blocks of {list(true_shape)}", where=where)
+            raise CorruptError(f"{stored.full} {list(stored.tensor.shape)} is not a grid of blocks of {list(true_shape)}", where=where)
         block = tuple(s // g for s, g in zip(true_shape, grid, strict=True))
         first = box.offset[-1]
         if first + box.shape[-1] > math.prod(block):

@@ -91,7 +91,7 @@ class NativeCatalog(CatalogDefaults):
             refers = f", which {owner_of(file.path)} should have: this checkpoint refers to it" if is_reference(file.path) else ""
             raise CorruptError(f"the data file {file.path} is missing{refers}", where=where, hint=lost) from err
         if size != file.size:
-            raise CorruptError(f"the data file {file.path} has {size} bytes, the index says {file.size}", where=where, hint=lost)
+            raise CorruptError(f"the data file {file.path} has {size} bytes, in the index {file.size}", where=where, hint=lost)
         return parse_header(data, file, where)
 
     def extents(self, entry: TensorEntry, chunks: Sequence[int] | Iterable[int]) -> list[Extent]:
@@ -192,7 +192,7 @@ class NativeCatalog(CatalogDefaults):
                     raise unknown_codec(other, f"chunk {name}{box}", _join(self.url, path))
         difference = "is not in its data file" if stored is None else f"is {stored.dtype} {list(stored.shape)} in its data file"
         raise CorruptError(
-            f"chunk {name}{box} {difference}; the index says {wanted[0]} {list(wanted[1])}",
+            f"chunk {name}{box} {difference}; in the index {wanted[0]} {list(wanted[1])}",
             where=_join(self.url, path),
             hint="index and data files are of different saves: restore them together, or rebuild the index: `ckpt rebuild`",
         )
@@ -203,7 +203,7 @@ def _check_coded(name: str, box: Box, dtype: DType, coded: StoredChunk, where: s
     size = box.numel * dtype.itemsize
     if not 0 < coded.length <= size or (size > CHUNK_LIMIT and box.numel > 1):
         raise CorruptError(
-            f"chunk {name}{box} of {size} bytes is said to be coded in {coded.length} bytes",
+            f"chunk {name}{box} of {size} bytes is listed as coded in {coded.length} bytes",
             where=where,
             hint="run `ckpt verify` to see what else is damaged, and load another step",
         )
@@ -228,7 +228,7 @@ def read_index_file(backend: Backend, record: CommitRecord, name: str) -> bytes:
         except NotFoundError as err:
             raise CorruptError(f"the index file {file.path} is missing", where=where, hint=hint) from err
         if len(data) != file.size:
-            message = f"the index file {file.path} has {len(data)} bytes, the commit record says {file.size}"
+            message = f"the index file {file.path} has {len(data)} bytes, the commit record lists {file.size}"
             raise CorruptError(message, where=where, hint=hint)
         digest = xxhash.xxh3_128_hexdigest(data)
         if digest != file.digest:
@@ -303,7 +303,7 @@ def _present_record(backend: Backend) -> bytes:
         return data
     if has_orphans(backend):
         raise not_committed(backend.url)
-    raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL; `ckpt ls` shows what is there")
+    raise NotFoundError("there is no checkpoint", where=backend.url, hint="check the URL; `ckpt ls` lists the checkpoints there")
 
 
 def joint_step(url: str, record: CommitRecord) -> CkptError:

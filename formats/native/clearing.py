@@ -27,6 +27,7 @@ from .paths import (
     SOURCES,
     UP,
     data_prefix,
+    has_orphans,
     id_of,
     index_path,
     is_reference,
@@ -34,8 +35,9 @@ from .paths import (
     others_files,
     owner_of,
     split_url,
+    step_number,
 )
-from .virtual import decode_sources
+from .virtual import GENERATION_PATH, decode_sources
 
 log = logging.getLogger("ckpt")
 
@@ -85,6 +87,17 @@ def check_free(backend: Backend, what: str) -> None:
     if others:
         hint = f"{what} to another URL, such as a new directory in this one"
         raise ConflictError(f"something is there already: {', '.join(others[:5])}", where=backend.url, hint=hint)
+
+
+def check_no_run(backend: Backend, hint: str | None = None) -> None:
+    """That no steps lie right below the root of ``backend``, where no checkpoint is: one there would hide them. A step that is being saved
+    counts, too."""
+    names = backend.list_dir()
+    steps = [name for name in names if name.endswith("/") and step_number(name) is not None]
+    if GENERATION_PATH in names or any(is_there(backend, f"{step}{COMMIT_PATH}") or has_orphans(backend, step) for step in steps):
+        url = backend.url
+        hint = hint or f"name another directory, such as {url}/final, or save with ckpt.Checkpointer({url!r})"
+        raise UsageError("this is a run, not a place for one checkpoint", where=backend.url, hint=hint)
 
 
 def check_there(backend: Backend, id: str, sizes: Mapping[str, int], base: BaseFiles | None = None) -> CommitRecord | None:
@@ -153,7 +166,7 @@ def _looked_for(backend: Backend, id: str, sizes: Mapping[str, int]) -> tuple[li
         return None, StorageError(message, where=backend.url, hint=_HINT)
     if index_path(id, CLEARING) in there:
         hint = "look for a `ckpt gc`, or another copy of it, that runs there, and try again"
-        return None, StorageError("somebody is clearing this save away", where=backend.url, hint=hint)
+        return None, StorageError("another process is removing this save", where=backend.url, hint=hint)
     return list(there) if everything else None, None
 
 

@@ -173,7 +173,7 @@ def unpack(frame: memoryview, size: int) -> Bytes:
         # Memory is taken only for a size that is expected. A frame of a few bytes can claim, and produce, gigabytes.
         says = zstandard.frame_content_size(frame)
         if says != size:  # before memory is taken for it
-            raise damaged(f"a zstd frame says that it has {says} bytes, where {size} belong")
+            raise damaged(f"a zstd frame announces {says} bytes, where {size} belong")
         data = tools().decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as err:
         raise damaged(f"a zstd frame cannot be decoded ({err})") from err
@@ -288,7 +288,7 @@ def decode_planes(blob: memoryview, out: Bytes, itemsize: int) -> None:
     if version != _VERSION:
         raise FormatError(f"version {version} of planes-zstd is not known, only {_VERSION}", hint="use a newer release of this software")
     if planes != itemsize or zero or count not in BLOCK_ELEMENTS:
-        raise damaged(f"its header says {planes} planes, {count} elements in a block, and {zero}")
+        raise damaged(f"its header lists {planes} planes, {count} elements in a block, and {zero}")
     at = _HEADER.size
     for start in range(0, len(out), count * itemsize):
         at = _decode_block(blob, at, out[start : start + count * itemsize], itemsize)

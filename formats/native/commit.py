@@ -355,7 +355,7 @@ def _verified(data: bytes, where: str) -> dict[str, Any]:
             _damaged("its digest is not in it exactly once", where)
         computed = xxhash.xxh3_128_hexdigest(data.replace(digits, _ZEROS))
         if computed != digest:
-            _damaged(f"its digest is {computed}, it says {digest}", where)
+            _damaged(f"its digest is {computed}, recorded is {digest}", where)
     elif ours:
         _damaged("it has no digest of 32 hex digits", where)
     if not ours:

@@ -78,13 +78,13 @@ class Header:
 def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     """Read the first ``file.header`` bytes of a data file; ``where`` is its URL, for messages."""
     if len(data) != file.header:
-        _damaged(f"its header has {len(data)} bytes, the index says {file.header}", where)
+        _damaged(f"its header has {len(data)} bytes, in the index {file.header}", where)
     computed = xxhash.xxh3_128_hexdigest(data)
     if computed != file.digest:
-        _damaged(f"the digest of its header is {computed}, the index says {file.digest}", where)
+        _damaged(f"the digest of its header is {computed}, in the index {file.digest}", where)
     length = int.from_bytes(data[:LENGTH_BYTES], "little")
     if len(data) != LENGTH_BYTES + length or len(data) % HEADER_BLOCK:
-        _damaged(f"its header says {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
+        _damaged(f"its header announces {length} bytes of JSON, there are {len(data) - LENGTH_BYTES}", where)
     metadata, rest = _split(data)
     size = file.size - file.header
     layout = None if rest is None else recall(rest, size)
@@ -103,7 +103,7 @@ def parse_header(data: bytes, file: DataFile, where: str) -> Header:
     id, rank, digests, digests128 = _metadata(metadata, len(entries) if layout is None else len(layout.columns.offsets), where)
     name = file.path.rpartition("/")[2]
     if not name.startswith(f"{id}-") or rank != file.rank:
-        _damaged(f"it says that rank {rank} of save {id} wrote it, the index says rank {file.rank}", where)
+        _damaged(f"it names rank {rank} of save {id} as its writer, the index rank {file.rank}", where)
     if layout is None:
         layout = _layout(entries, text, file, where)
     if not known:

@@ -353,9 +353,9 @@ def _decode_state(data: bytes, where: str) -> tuple[Any, dict[int, Mapping[str, 
     except MemoryError as err:
         raise too_little_memory(len(data), where) from err
     except (ValueError, TypeError, KeyError, AttributeError) as err:
-        raise CorruptError(f"{STATE} is not what the format says: {err!r}", where=where, hint=f"restore {STATE} from a copy") from err
+        raise CorruptError(f"{STATE} is not as the format requires: {err!r}", where=where, hint=f"restore {STATE} from a copy") from err
     if problem is not None:
-        raise CorruptError(f"{STATE} is not what the format says: {problem}", where=where, hint=f"restore {STATE} from a copy")
+        raise CorruptError(f"{STATE} is not as the format requires: {problem}", where=where, hint=f"restore {STATE} from a copy")
     return document["state"], ranks
 
 

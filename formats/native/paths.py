@@ -210,7 +210,7 @@ class RunBackend(Routed):
             return self.inner, path
         problem = reference_problem(path)
         if problem is not None:
-            raise UsageError(problem, where=self.url, hint="`ckpt verify` says what is wrong with this index")
+            raise UsageError(problem, where=self.url, hint="`ckpt verify` shows the faults of this index")
         return self._run(path), path[len(UP) :]
 
     def nearby(self, paths: Collection[str]) -> Collection[str] | None:

@@ -128,7 +128,7 @@ class RankParts:
         """Tensors of the ranks that were asked for."""
         size = int(rows.stops[-1]) if len(rows.stops) else 0
         if size != self._file.size or (self._number and max(self._number) >= record.world_size):
-            self._damaged(f"the table of its rows says {size} bytes of ranks below {max(self._number, default=0) + 1}")
+            self._damaged(f"the table of its rows lists {size} bytes of ranks below {max(self._number, default=0) + 1}")
 
     @property
     def ranks(self) -> KeysView[int]:
@@ -185,7 +185,7 @@ class RankParts:
         except MemoryError as err:
             raise too_little_memory(len(data), self._where) from err
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as err:
-            self._damaged(f"the row of rank {rank} is not what the format says: {err!r}")
+            self._damaged(f"the row of rank {rank} is not as the format requires: {err!r}")
         problems = (node_problem(node, REFERENCES_OF_RANKS) for node in values.values())
         problem = next((p for p in problems if p is not None), None)
         problem = problem or find_excess(tensors.values(), [self._data_files[n] for n in self._of_rank.get(rank, ())])
@@ -212,7 +212,7 @@ class RankParts:
         cuts = tuple(Cuts(c) for c in members.get("cuts", [(0, n) for n in _of_kind(list, members["shape"], name)]))
         sizes = [n for part in (members["shape"], *cuts) for n in part]
         if any(type(n) is not int for n in sizes):
-            raise ValueError(f"a size of {name!r} is no integer")
+            raise ValueError(f"a size of {name!r} is not an integer")
         grid = Grid(cuts=cuts, files=np.array([mine[n] for n in numbers], dtype=np.int32))
         return TensorEntry(name=name, dtype=kind, shape=tuple(members["shape"]), grid=grid, rank=rank)
 

@@ -147,12 +147,12 @@ def _collect(header: Header, coded: _Coded, file: int, tensors: dict[str, _Rebui
             else:
                 dtype, box, shape = _coded_place(chunk, ranges, coded.get(name))
         except ValueError as err:
-            raise CorruptError(f"chunk {key!r} is not what its key says: {err}", where=where, hint=_INCOMPLETE) from err
+            raise CorruptError(f"chunk {key!r} differs from its key: {err}", where=where, hint=_INCOMPLETE) from err
         if codec is not None and not is_known(codec):
             raise unknown_codec(codec, f"chunk {key!r}", where)
         if codec in WITHOUT_ANCHOR:
             raise FormatError(
-                f"chunk {key!r} is a difference from another checkpoint's chunk, and no data file says from which",
+                f"chunk {key!r} is a difference from another checkpoint's chunk, and no data file names that checkpoint",
                 where=where,
                 hint="restore the index from a copy; the checkpoint that it differs from is whole by itself",
             )
@@ -338,7 +338,7 @@ def _chosen(backend: Backend, index: _Index, id: str | None) -> str:
     saves = sorted({save for e in backend.list_prefix("data/") if (save := id_of(e.path)) is not None})
     if not saves:
         raise NotFoundError(
-            "there are no data files of a checkpoint", where=backend.url, hint="check the URL; `ckpt ls` shows what is there"
+            "there are no data files of a checkpoint", where=backend.url, hint="check the URL; `ckpt ls` lists the checkpoints there"
         )
     if id is None and (len(saves) > 1 or index.record_bytes is None):
         what = (
@@ -400,7 +400,7 @@ def _rebuilt(backend: Backend, index: _Index, id: str) -> tuple[Rebuilt, tuple[s
     nbytes = _tensor_bytes(contents)
     if index.record is not None and nbytes != index.record.tensor_bytes:
         raise CorruptError(
-            f"the data files have {nbytes:,} bytes of tensors, the commit record says {index.record.tensor_bytes:,}",
+            f"the data files have {nbytes:,} bytes of tensors, the commit record lists {index.record.tensor_bytes:,}",
             where=backend.url,
             hint=f"restore the missing data files, or move {COMMIT_PATH} away and take what is left: `ckpt rebuild --id {index.record.id}`",
         )

@@ -125,7 +125,7 @@ def _decode(data: bytes) -> list[LogEntry]:
             raise ValueError("it is of no version that is known")
         entries = members.get("entries")
         if not isinstance(entries, list) or len(entries) > 2 * NEWEST:
-            raise ValueError("its entries are no short array")
+            raise ValueError("its entries are not a short array")
         return [_entry(one) for one in entries]
     except CorruptError as err:
         raise ValueError(err.message) from err
@@ -138,7 +138,7 @@ def _entry(fields: object) -> LogEntry:
     if not isinstance(spans, dict) or len(spans) > RANKS:
         raise ValueError("the spans of an entry are not by rank")
     if not isinstance(failed, list) or len(failed) > _NAMED or not all(_is_count(rank) for rank in failed):
-        raise ValueError("the failed ranks of an entry are no ranks")
+        raise ValueError("the failed ranks of an entry are not ranks")
     counts = {name: _optional(fields, name, _is_count) for name in ("rank", "ranks", "step", "tensor_bytes")}
     texts = {name: _optional(fields, name, _is_text) for name in ("url", "phase", "error", "reason")}
     numbers = {name: _optional(fields, name, _is_number) for name in ("at", "seconds")}

@@ -57,7 +57,7 @@ def encode_groups(rows: Mapping[int, Row]) -> SpanGroups:
     seconds: dict[int, float] = {}
     for phases, ranks in by_phases.items():
         if not all(isinstance(p, str) for p in phases) or not are_phases(phases):
-            raise ValueError("its phases are no names")
+            raise ValueError("its phases are not names")
         sums = _sorted_sums([rows[rank]["sums"] for rank in ranks], len(phases))
         began = [began_of(rows[rank]) for rank in ranks]
         first, busy = sums[:, :, 4], sums[:, :, 3]
@@ -80,7 +80,7 @@ def _sorted_sums(sums: list[Any], phases: int) -> Ints:
     """Rank × phase × (number, count, bytes, busy, first, last)."""
     rows = np.array(sums) if phases else np.zeros((len(sums), 0, 6), dtype=np.int64)
     if rows.dtype != np.int64 or rows.shape != (len(sums), phases, 6):
-        raise ValueError("a sum is no row of six numbers, or a phase has none")
+        raise ValueError("a sum is not a row of six numbers, or a phase has none")
     order = np.argsort(rows[:, :, 0], axis=1)
     rows = np.take_along_axis(rows, order[:, :, None], axis=1)
     if not (rows[:, :, 0] == np.arange(phases)).all():
@@ -116,16 +116,16 @@ def _runs(ranks: Sequence[int]) -> list[list[int]]:
 def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTable]]:
     """What ``encode_groups`` gave. Nothing in it is believed."""
     if not isinstance(groups, list) or len(groups) > world_size:
-        raise ValueError("its groups are no array")
+        raise ValueError("its groups are not an array")
     left, sums = world_size, MOST_SUMS  # no rank is in two groups
     for group in groups:
         if not isinstance(group, dict):
-            raise ValueError("a group is no object")
+            raise ValueError("a group is not an object")
         ranks, phases = _ranks(group.get("ranks"), world_size, min(left, sums)), group.get("phases")
         if not isinstance(phases, list) or len(phases) > _NAME or not all(isinstance(p, str) for p in phases):
-            raise ValueError("its phases are no names")
+            raise ValueError("its phases are not names")
         if not are_phases(tuple(phases)):
-            raise ValueError("its phases are no names")
+            raise ValueError("its phases are not names")
         left, sums = left - len(ranks), sums - len(ranks) * max(1, len(phases))
         if sums < 0:
             raise ValueError(f"it has more than {MOST_SUMS:,} phases of ranks")
@@ -149,7 +149,7 @@ def decode_groups(groups: object, world_size: int) -> Iterator[tuple[int, SpanTa
 
 def _ranks(runs: object, world_size: int, most: int) -> list[int]:
     if not isinstance(runs, list) or not all(isinstance(run, list) and len(run) == 2 and {*map(type, run)} == {int} for run in runs):
-        raise ValueError("the ranks of a group are no runs")
+        raise ValueError("the ranks of a group are not runs")
     ranks: list[int] = []
     for first, count in runs:
         if not (ranks[-1] if ranks else -1) < first or not 0 < count <= world_size - first:
@@ -172,7 +172,7 @@ def _numbers(column: object, count: int, low: int, high: int) -> Ints:
         return np.full(count, column, dtype=np.int64)
     array = np.array(column) if isinstance(column, list) and len(column) == count and {*map(type, column)} <= {int} else None
     if array is None or array.dtype != np.int64 or array.ndim != 1 or not (low <= array.min() and array.max() <= high):
-        raise ValueError(f"a column is no {count:,} numbers")
+        raise ValueError(f"a column is not {count:,} numbers")
     return array
 
 
@@ -188,14 +188,14 @@ def encode_about(rows: Mapping[int, Row]) -> dict[str, Any]:
     for row in rows.values():
         host, at = row.get("host"), row.get("at", {})
         if host is not None and not _is_name(host, _HOST):
-            raise ValueError("its host is no name")
+            raise ValueError("its host is not a name")
         if not isinstance(at, dict) or not all(_is_name(name, _NAME) and type(n) is int and 0 <= n < MICROS for name, n in at.items()):
             raise ValueError("its coordinates are none")
         for name in ("blocked", "waited"):
             if row.get(name) is not None and not (type(row[name]) is int and 0 <= row[name] <= MICROS):
-                raise ValueError(f"its {name} is no time")
+                raise ValueError(f"its {name} is not a time")
         if row.get("storage") is not None and _tally(row["storage"]) is None:
-            raise ValueError("its storage's trouble is no two numbers")
+            raise ValueError("its storage's trouble is not two numbers")
     about: dict[str, Any] = {}
     hosts = [row.get("host") or "" for row in rows.values()]
     names = list(dict.fromkeys(hosts))
@@ -227,7 +227,7 @@ def decode_about(members: Mapping[str, Any], ranks: Sequence[int]) -> dict[int, 
     times = {name: _numbers(members.get(name, -1), count, -1, MICROS).tolist() for name in ("blocked", "waited")}
     storage = members.get("storage", {})
     if not isinstance(storage, dict) or any(_tally(pair) is None for pair in storage.values()):
-        raise ValueError("its storage's trouble is no pairs of numbers")
+        raise ValueError("its storage's trouble is not pairs of numbers")
     about: dict[int, dict[str, Any]] = {}
     for i, rank in enumerate(ranks):
         retries, throttled = storage.get(str(rank), (0, 0))
@@ -373,7 +373,7 @@ def _decode(data: bytes, record: CommitRecord, where: str) -> dict[int, SpanTabl
     if not isinstance(ranks, dict) or not (ranks or members.get("groups")):
         _damaged("it has no ranks", where)
     if any(isinstance(row, dict) and isinstance(row.get("spans"), str) for row in ranks.values()):
-        _damaged("the spans of a rank are no columns", where)  # ranks send them so, but they are not kept so
+        _damaged("the spans of a rank are not columns", where)  # ranks send them so, but they are not kept so
     tables = {_rank(text, record.world_size, where): SpanTable.from_row(row, where) for text, row in ranks.items()}
     try:
         for rank, table in decode_groups(members.get("groups", []), record.world_size):
@@ -392,7 +392,7 @@ def _rank(text: str, ranks: int, where: str) -> int:
     except ValueError:
         rank = ranks
     if rank >= ranks:
-        _damaged(f"{text[:20]!r} is no rank of {ranks}", where)
+        _damaged(f"{text[:20]!r} is not a rank of {ranks}", where)
     return rank
 
 

@@ -133,10 +133,11 @@ class CheckpointJournal(WriteJournal):
                 try:
                     self.backend.put_if(COMMIT_PATH, record, expected=expected)
                     break
-                except ConflictError:
+                except ConflictError as err:
                     there = read_record(self.backend)
                     if there == expected or there not in (None, self.previous):
-                        raise
+                        hint = "let one job save here; the ranks of one job call torch.distributed.init_process_group() before they save"
+                        raise ConflictError(f"another save was first here: {err.message}", where=err.where, hint=hint) from err
                     expected = there  # gone, or put back by whoever removed it, as others refer to it
             self.previous = expected
         except BaseException as err:
@@ -276,7 +277,7 @@ def set_tags(backend: Backend, tags: Collection[str], *, id: str | None = None, 
     check_no_link(backend)
     data = read_record(backend)
     if data is None:
-        raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` shows what is there")
+        raise NotFoundError("there is no checkpoint", where=backend.url, hint="`ckpt ls` lists the checkpoints there")
     record = CommitRecord.from_bytes(data, _where(backend))
     if id is not None and (record.id != id or set(record.tags) != set(instead_of)):
         raise ConflictError("the checkpoint was replaced or tagged meanwhile", where=backend.url, hint="look at its tags, and try again")

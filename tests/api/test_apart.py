@@ -252,23 +252,23 @@ def adding(row: bytes, name: str = "x", **members: Any) -> bytes:
 
 
 WRONG = {
-    "not JSON": ("not what the format says", lambda row: row[:-3]),
-    "no values": ("not what the format says", lambda row: changed(row, values=None)),
+    "not JSON": ("not as the format requires", lambda row: row[:-3]),
+    "no values": ("not as the format requires", lambda row: changed(row, values=None)),
     "a node": ("malformed", lambda row: changed(row, values={"also": {"$what": 1, "x": 2}})),
     "a module": ("not allowed where it is", lambda row: changed(row, values={"also": {"$tensors": "w"}})),
     "of the job too": ("'w' occurs elsewhere", lambda row: adding(row, "w")),
     "of another rank": ("'rng.large@rank0' occurs elsewhere", lambda row: adding(row, "rng.large@rank0")),
-    "a file": ("not what the format says", lambda row: adding(row, files=[1])),
+    "a file": ("not as the format requires", lambda row: adding(row, files=[1])),
     "a negative file": ("the files of 'x'", lambda row: adding(row, files=[-1])),
     "no files": ("the files of 'x'", lambda row: adding(row, files=[])),
     "too many files": ("names a file for 2", lambda row: adding(row, files=[0, 0])),
     "cuts": ("do not increase", lambda row: adding(row, cuts=[[0, 1]])),
-    "a size": ("no integer", lambda row: adding(row, shape=[2.0])),
-    "a shape": ("not what the format says", lambda row: adding(row, shape="")),
+    "a size": ("not an integer", lambda row: adding(row, shape=[2.0])),
+    "a shape": ("not as the format requires", lambda row: adding(row, shape="")),
     "more chunks than can be": ("have room for", lambda row: adding(row, shape=[999] * 6, cuts=[list(range(1000))] * 6)),
-    "pairs": ("not what the format says", lambda row: changed(row, values=[["also", 1]])),
-    "tensor and alias": ("not what the format says", lambda row: changed(adding(row), aliases={"x": "rng.large@rank1"})),
-    "an alias": ("not what the format says", lambda row: changed(row, aliases={"y": "nothing"})),
+    "pairs": ("not as the format requires", lambda row: changed(row, values=[["also", 1]])),
+    "tensor and alias": ("not as the format requires", lambda row: changed(adding(row), aliases={"x": "rng.large@rank1"})),
+    "an alias": ("not as the format requires", lambda row: changed(row, aliases={"y": "nothing"})),
     "a name": ("rank 1", lambda row: adding(row, "")),
 }
 

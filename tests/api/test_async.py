@@ -290,7 +290,7 @@ def test_result_gives_up_after_its_timeout(url: str, gate: Gate) -> None:
 def test_when_busy_says_whether_a_second_save_waits(root: str, gate: Gate) -> None:
     state = stepped("a")
     first = ckpt.save_async(f"{root}/1", state)
-    with pytest.raises(BusyError, match="still going on"):
+    with pytest.raises(BusyError, match="still in progress"):
         ckpt.save_async(f"{root}/2", state, when_busy="refuse")
     with soon(gate.open):
         second = ckpt.save_async(f"{root}/2", state)

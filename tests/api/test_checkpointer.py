@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -252,8 +253,8 @@ def test_signals_are_watched_only_for_a_policy_that_heeds_them(tmp_path: Path) -
     [
         ((signal.SIGTERM, signal.SIGKILL), "cannot be watched"),
         ((signal.SIGTERM, "HUP"), "cannot be watched"),
-        (15, "are no numbers of signals"),
-        (lambda: (signal.SIGTERM,), "are no numbers of signals"),
+        (15, "are not numbers of signals"),
+        (lambda: (signal.SIGTERM,), "are not numbers of signals"),
     ],
 )
 def test_signals_that_cannot_be_watched_leave_the_others_as_they_were(tmp_path: Path, signals: Any, problem: str) -> None:
@@ -322,13 +323,13 @@ def test_a_state_is_made_only_when_it_is_saved(tmp_path: Path) -> None:
     [
         (
             {"save": Latest(3)},
-            "save= says when to save, but Latest(3) is a policy of what to keep",
+            "save= selects when to save, but Latest(3) is a policy of what to keep",
             "keep=Latest(3), and save=EverySteps(500)",
         ),
         ({"save": 200}, "save= is a policy of when to save, not 200", "save=EverySteps(200)"),
         ({"save": "200"}, "save= is a policy of when to save, not '200'", "save=EverySteps(500)"),
         ({"keep": 3}, "keep= is a policy of what to keep, not 3", "keep=Latest(3)"),
-        ({"keep": EveryMinutes(5)}, "keep= says what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
+        ({"keep": EveryMinutes(5)}, "keep= selects what to keep, but EveryMinutes(5) is a policy of when to save", "save=EveryMinutes(5)"),
         ({"memory": True}, "memory= takes a ckpt.Memory, not True", "memory=ckpt.Memory(keep=2)"),
         ({"local": ckpt.Memory()}, "local= is a directory, a ckpt.SharedLocal or a ckpt.NodeLocal, not a ckpt.Memory", "memory=Memory("),
         (
@@ -392,11 +393,48 @@ def test_what_is_closed_saves_and_restores_nothing(tmp_path: Path, nodes: bool) 
             call()
 
 
-def test_what_a_save_onto_a_run_says_brings_its_steps_back(tmp_path: Path) -> None:
-    state = {"w": torch.zeros(4)}
-    with ckpt.Checkpointer(tmp_path) as c:
+@pytest.mark.parametrize("member", [None, ckpt.Member("actor", of=("actor",))], ids=["run", "joint"])
+@pytest.mark.parametrize("save", [ckpt.save, lambda url, state: ckpt.save_async(url, state).result(60)], ids=["save", "save_async"])
+@pytest.mark.parametrize("name", ["4711", "tuned-from-step-5000", "ckpt-2"])  # a run may be named as a number, or as a step
+def test_a_save_onto_a_run_is_refused(tmp_path: Path, save: Any, member: ckpt.Member | None, name: str) -> None:
+    state, root = {"w": torch.zeros(4)}, tmp_path / name
+    with ckpt.Checkpointer(root, member=member) as c:
+        c.restore(state)
         c.save(10, state)
+    before = sorted(root.rglob("*"))
+    for onto in (save, partial(ckpt.save, dry_run=True)):
+        with pytest.raises(UsageError, match=f"(?s)this is a run, not a place for one checkpoint.*/{name}/final"):
+            onto(root, {"w": torch.ones(4)})
+    assert sorted(root.rglob("*")) == before
+    save(root / "final", state)
+    with ckpt.Checkpointer(root, member=member) as c:
+        assert c.restore(state) == 10
+
+
+def test_a_save_onto_a_run_whose_first_step_is_being_saved_is_refused(tmp_path: Path) -> None:
+    with ckpt.Checkpointer(tmp_path) as c:
+        c.save(10, {"w": torch.zeros(4)})
+    (tmp_path / "step-00000010" / "checkpoint.json").unlink()  # as it is until the save commits
+    with pytest.raises(UsageError, match="this is a run"):
+        ckpt.save(tmp_path, {"w": torch.ones(4)})
+
+
+def test_a_save_beside_directories_that_are_no_checkpoints_is_none_onto_a_run(tmp_path: Path) -> None:
+    (tmp_path / "step-3").mkdir()
+    (tmp_path / "step-3" / "loss.txt").write_text("0.1")
+    ckpt.save(tmp_path, {"w": torch.zeros(4)})
     ckpt.save(tmp_path, {"w": torch.ones(4)})
+    loaded = {"w": torch.zeros(4)}
+    ckpt.load(tmp_path, loaded)
+    assert torch.equal(loaded["w"], torch.ones(4))
+
+
+def test_what_the_error_of_a_checkpoint_above_a_run_says_brings_its_steps_back(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(4)}
+    ckpt.save(tmp_path, {"w": torch.ones(4)})
+    with ckpt.Checkpointer(tmp_path / "new") as c:
+        c.save(10, state)
+    (tmp_path / "new" / "step-00000010").rename(tmp_path / "step-00000010")
     with pytest.raises(UsageError, match=r"(?s)not a run.*move its checkpoint.json, data and index-\* out"):
         ckpt.Checkpointer(tmp_path).restore(state)
     for path in [tmp_path / "checkpoint.json", tmp_path / "data", *tmp_path.glob("index-*")]:
@@ -416,6 +454,17 @@ def test_a_checkpoint_is_no_run(tmp_path: Path, name: str) -> None:
             with pytest.raises(UsageError, match="this is a checkpoint, not a run") as raised:
                 ask()
             assert str(tmp_path) in str(raised.value.hint)
+
+
+@pytest.mark.parametrize("root", ["{}", "file://{}", "{}/run"])
+@pytest.mark.parametrize("which", ["root", "local"])
+def test_a_file_is_no_run(tmp_path: Path, root: str, which: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"")
+    where = {"root": str(tmp_path / "run"), which: root.format(file)}
+    with pytest.raises(UsageError, match="a run is a directory, and this is a file") as raised:
+        ckpt.Checkpointer(**where)  # type: ignore[arg-type]
+    assert raised.value.where == str(file) and list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(

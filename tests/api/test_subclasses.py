@@ -18,6 +18,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt
+from ckpt import live
 from ckpt.cli.main import cli
 from ckpt.engine.verify import verify
 from ckpt.errors import LayoutError, MismatchError, NamesError, StateError, UsageError
@@ -267,7 +268,9 @@ class Guarded(Fp8Linear):
 
 
 def test_a_pickle_that_transformer_engine_refuses_is_refused_before_anything_changes(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch._extra_state", types.ModuleType("_extra_state"))
+    package = types.ModuleType("transformer_engine")
+    package.__version__ = "2.18.0+a1b2c3"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "transformer_engine", package)
     monkeypatch.delenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", raising=False)
     for name, recipe in (("delayed", b"recipe scale_fwd"), ("current", b"recipe")):
         ckpt.save(f"{root}/{name}", {"a": torch.ones(3), "m": Guarded(1, torch.frombuffer(bytearray(recipe), dtype=torch.uint8))})
@@ -278,11 +281,22 @@ def test_a_pickle_that_transformer_engine_refuses_is_refused_before_anything_cha
         with pytest.raises(MismatchError, match=r"nothing in the state was changed\n[^$]*m\._extra_state: Refusing .* NVTE_ALLOW_UNSAFE"):
             ckpt.load(f"{root}/delayed", {"a": a, "m": model}, dry_run=dry_run)
         assert not a.any() and all(torch.equal(x, y) for x, y in zip(inner(model.weight), before, strict=True))
+    source = Guarded(1, torch.frombuffer(bytearray(b"recipe scale_fwd"), dtype=torch.uint8))
+    with pytest.raises(MismatchError, match=r"nothing in the new state was changed\n[^$]*m\._extra_state: .* only with NVTE_ALLOW_UNSAFE"):
+        live.reshard({"a": torch.ones(3), "m": source}, {"a": a, "m": model})
+    assert not a.any()
+    with live.Source("tcp://127.0.0.1:0/a", {"a": torch.ones(3), "m": source}) as served, live.Sink(served.address, {"m": model}) as sink:
+        served.publish(1)
+        with pytest.raises(MismatchError, match=r"m\._extra_state: .* only with NVTE_ALLOW_UNSAFE"):
+            sink.take()
+    assert not a.any() and all(torch.equal(x, y) for x, y in zip(inner(model.weight), before, strict=True))
     ckpt.load(f"{root}/current", {"a": a, "m": model})
     assert a.all() and model.state.numel() == 0
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     ckpt.load(f"{root}/delayed", {"a": a, "m": model})
     assert model.state.numpy().tobytes() == b"recipe scale_fwd"
+    live.reshard({"m": source}, {"m": (taken := Guarded(3, None))})
+    assert taken.state.numpy().tobytes() == b"recipe scale_fwd"  # type: ignore[attr-defined]
 
 
 class Holder:

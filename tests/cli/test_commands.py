@@ -109,6 +109,8 @@ def test_ls_of_nothing(tmp_path: Path) -> None:
     result = ckpt("ls", tmp_path)
     assert (result.exit_code, result.stdout) == (10, "")
     assert result.stderr.splitlines()[:2] == ["error: nothing lies below this URL", f"  where: {tmp_path}"]
+    (tmp_path / "notes.txt").write_text("x")
+    assert ckpt("ls", tmp_path / "notes.txt").stderr.startswith("error: this file is no checkpoint of a known format\n")
 
 
 # -------------------------------------------------------------------------------------------------------------- inspect
@@ -210,6 +212,7 @@ def test_inspect_state(run_root: Path) -> None:
     assert ckpt("inspect", "-q", "--state", run_root / "step-5", "sampler.*").stdout.split() == ["sampler.seed"]
     found = document(ckpt("inspect", "--json", "--state", run_root / "step-5"))
     assert (found["state"], found["ranks"]) == (STATE, {"1": RANKS[1]})
+    assert ckpt("inspect", "--state", "--files", run_root / "step-10").exit_code == 2
 
 
 def test_inspect_values_without_tensors(tmp_path: Path) -> None:

@@ -140,6 +140,9 @@ def test_close_names() -> None:
     ("args", "said"),
     [
         (("inspct", "x"), "error: no command 'inspct'\n  try: did you mean inspect?\n"),
+        (("list", "x"), "error: no command 'list'\n  try: did you mean ls?\n"),
+        (("lora", "list"), "error: no command 'list'\n  try: ckpt lora --help\n"),
+        (("plan", "--layout", "0", "x"), "error: 'fsdp=0' is not a mesh such as pp=4,dp=8,tp=8\n"),
         (("xyz",), "error: no command 'xyz'\n  try: ckpt --help\n"),
         (("ls", "--jsn", "x"), "error: No such option '--jsn'. Did you mean '--json'?\n  try: ckpt ls --help\n"),
         (("completion", "bsh"), "'bsh' is not one of bash, zsh, fish; did you mean bash?"),

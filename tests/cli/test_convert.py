@@ -44,7 +44,7 @@ def test_numbers_of_the_model(tmp_path: Path) -> None:
     made = run("convert", "--to", "torch_dist", "--names", "llama", "--convention", "megatron", str(HF / "llama"), str(tmp_path / "m"))
     assert made.exit_code == 0, made.output
     found = run(*back, str(tmp_path / "m"), str(tmp_path / "b"))
-    assert found.exit_code == 2 and "tells: head_size, heads, query_groups, vocabulary" in found.stderr
+    assert found.exit_code == 2 and "are not given: head_size, heads, query_groups, vocabulary" in found.stderr
     assert "--set head_size=… --set heads=… --set query_groups=… --set vocabulary=… " in found.stderr
     found = run(*back, "--set", "query_group=2", str(tmp_path / "m"), str(tmp_path / "b"))
     assert found.exit_code == 2 and "no translation asks for a number 'query_group'" in found.stderr
@@ -243,7 +243,7 @@ def test_nothing_is_put_beside_what_is_no_checkpoint_of_ours(tmp_path: Path, cop
         refused = run(*arguments, str(copied_step), str(target))
         assert refused.exit_code == 33, refused.output
         assert f"something is there already: {name.partition('/')[0]}" in refused.stderr
-        assert "remove what is there" not in refused.stderr  # other runs, perhaps
+        assert "remove the files there" not in refused.stderr  # other runs, perhaps
         assert sorted(target.rglob("*")) == before
         shutil.rmtree(target)
     (target / "empty").mkdir(parents=True)

@@ -62,6 +62,18 @@ def test_status(run: str) -> None:
     assert "memory://runs/a/step-00000002" in text and f"{status['addresses'][0][0]}:{status['addresses'][0][1]}" in text
 
 
+def test_a_daemon_that_does_not_answer_is_given_up_in_time(run: str) -> None:
+    pid = int(document("memory", "--json", "status")["pid"])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        result = command("memory", "status", "--timeout", "1s")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert result.exit_code == 30 and "error: the memory daemon has not answered for 1 s" in result.stderr
+    assert command("memory", "status").exit_code == 0, "the next command waits as long as ever"
+    assert command("memory", "status", "--timeout", "0").exit_code == 2
+
+
 @pytest.mark.parametrize(
     "args",
     [

@@ -156,6 +156,13 @@ def test_standard_output_that_takes_nothing_is_an_error(tmp_path: Path, command:
     assert "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 
+def test_a_standard_output_that_is_closed_is_no_defect(checkpoint: str) -> None:
+    for code, redirected in (("0", ">&-"), ("10", "2>&-")):
+        url = checkpoint if code == "0" else f"{checkpoint}-none"
+        done = subprocess.run(["bash", "-c", f"{shlex.join([*START, 'ls', url])} {redirected}; echo $?"], capture_output=True, text=True)
+        assert (done.stdout.split(), done.stderr) == ([code], "")
+
+
 def test_a_run_is_not_taken_for_a_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path / "step-1"), sample())
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
@@ -182,12 +189,23 @@ LONG = "model.layers.17.self_attention.query_key_value.weight"
 TEXT = "no commit record: the save did not finish, or is still going on"
 
 
-def lines(heads: list[str], rows: list[list[str]], limit: int | None) -> list[str]:
-    return [rendered(line, colours=False) for line in table_lines(heads, rows, limit)]
+def lines(heads: list[str], rows: list[list[str]], limit: int, *, whole: bool = False) -> list[str]:
+    return [rendered(line, colours=False) for line in table_lines(heads, rows, limit, whole=whole)]
 
 
-def test_without_a_limit_nothing_is_cut() -> None:
-    assert lines(["NAME", ">SIZE", "~WHY"], [[LONG, "12", TEXT]], None)[1] == f"{LONG}    12  {TEXT}"
+@pytest.mark.parametrize("limit", [70, 80, 100])
+def test_a_whole_name_that_is_wider_than_its_column_ends_its_line(limit: int) -> None:
+    names = [LONG, "model.norm", f"{LONG}.exp_avg", "x" * (limit + 1)]
+    url = f"s3://a-bucket/{LONG}"
+    cut = lines(["NAME", "WHAT", ">SIZE", "~WHY"], [[name, url, "12", f"see {url} {TEXT}"] for name in names], limit, whole=True)
+    assert [line for line in cut if len(line) > max(limit, len(url))] == [names[-1]], "a name that is wider than the limit is not cut"
+    assert [word for line in cut for word in line.split() if word in names] == names
+    words = " ".join(cut).split()
+    assert words.count(url) == 2 * len(names) and words.count("12") == len(names), "of names and numbers nothing is lost"
+    assert all(words.count(word) >= len(names) for word in TEXT.split())
+    assert {line.index(" 12") + 3 for line in cut if " 12" in line} == {cut[0].index("SIZE") + 4}, "numbers stay below their head"
+    short = lines(["NAME", ">SIZE"], [[LONG, "12"], ["model.norm", "1,024"]], 120, whole=True)
+    assert short == [f"{'NAME':{len(LONG)}}   SIZE", f"{LONG}     12", f"{'model.norm':{len(LONG)}}  1,024"]
 
 
 @pytest.mark.parametrize("limit", [40, 60, 80])
@@ -207,6 +225,17 @@ def test_numbers_go_into_several_tables() -> None:
     assert max(map(len, cut)) <= 80
     assert sum("RANK" in line for line in cut) == len(cut) // 4 > 1
     assert all(f"{n}.123" in " ".join(cut) for n in range(20))
+
+
+def test_further_tables_have_the_rows_that_say_something() -> None:
+    heads = [">STEP", *(f">PHASE {n}" for n in range(9)), "~TAGS"]
+    cut = lines(heads, [[str(n), *["1.123"] * 9, "release" if n == 1 else ""] for n in range(3)], 80)
+    assert [line.split() for line in cut[4:]] == [
+        ["STEP", "PHASE", "8", "TAGS"],
+        *([str(n), "1.123", *["release"] * (n == 1)] for n in range(3)),
+    ]
+    tagged = lines(["NAME", ">SIZE", "~TAGS"], [["x" * 60, "1" * 60, ""], ["y", "2", "mine"]], 80)
+    assert [line.split() for line in tagged[-2:]] == [["NAME", "TAGS"], ["y", "mine"]]
 
 
 @pytest.fixture(scope="module")
@@ -263,8 +292,10 @@ def test_the_tables_of_the_commands_fit(run_root: Path, command: str) -> None:
     piped = subprocess.run([*START, *args], env=environment(COLUMNS="80"), capture_output=True, text=True, check=False)
     assert piped.returncode == code
     assert "…" not in re.sub(r'…"?(?=\s)', "", piped.stdout)  # but for values, which are abridged everywhere
+    wide = [line for line in piped.stdout.splitlines() if len(line) > 80 and not line.startswith(PROSE)]
+    assert [line for line in wide if " " in line.strip()] == [], "only a name that is wider by itself, and has a line of its own"
 
 
 def test_columns_wins_over_the_terminal(run_root: Path) -> None:
-    assert "…" in on_a_terminal("ls", str(run_root), columns=300, COLUMNS="40")
+    assert "…" in on_a_terminal("ls", str(run_root), columns=300, COLUMNS="28")
     assert "…" not in on_a_terminal("ls", str(run_root), columns=300)

@@ -62,12 +62,19 @@ def test_a_pipe_whose_reader_has_gone(saved: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("what", ["no folder", "folder", "read-only"])
-def test_a_place_that_cannot_be_written(saved: Path, tmp_path: Path, what: str) -> None:
-    out = {"no folder": tmp_path / "no" / "r.html", "folder": tmp_path, "read-only": Path("/proc/r.html")}[what]
-    result = report("--json", saved, "-o", out)
+@pytest.mark.parametrize(
+    ("out", "hint"),
+    [
+        ("no/r.html", "name a file in an existing directory"),
+        (".", "this is a directory: name a file in it"),
+        ("/sys/r.html", "name a file in a directory in which you may write"),
+        ("x" * 300, "name a file that can be written"),
+    ],
+)
+def test_a_place_that_cannot_be_written(saved: Path, tmp_path: Path, out: str, hint: str) -> None:
+    result = report("--json", saved, "-o", tmp_path / out)
     error = json.loads(result.stdout)["error"]
-    assert (result.exit_code, error["type"], error["where"]) == (30, "StorageError", str(out))
+    assert (result.exit_code, error["type"], error["where"], error["hint"]) == (30, "StorageError", str(tmp_path / out), hint)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-7"]
 
 

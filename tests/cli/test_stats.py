@@ -228,6 +228,7 @@ def test_a_run_is_a_line_for_each_save(tmp_path: Path) -> None:
     assert [(s["step"], s["seconds"]) for s in found["saves"]] == [(9, 2.0), (10, 4.0), (100, 8.0), (101, None), (102, None)]
     assert stats("-q", tmp_path).output.split() == [str(tmp_path / name) for name in ("step-9", "step-10", "step-100")]
     assert stats("--heatmap", tmp_path).exit_code == 2
+    assert stats("--heatmap", "--ranks", tmp_path).exit_code == 2
 
 
 # -------------------------------------------------------------------------------------------------------------- machines

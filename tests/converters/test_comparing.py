@@ -139,6 +139,7 @@ def test_beginnings_of_names(tmp_path: Path) -> None:
     ckpt.save(str(tmp_path / "b"), b)
     left, right = str(tmp_path / "a"), str(tmp_path / "b")
     assert len(compare(left, right).differences) == 4
+    assert run("diff", left, right).stderr == "2 names begin with 'm.' in A and with 'n.' in B: add --rename m.=n.\n"
     found = compare(left, right, rename={"m.": "n.", "lr.": "rate."})
     assert [(d.name, d.kind) for d in found.differences] == [("n.b", "values")] and found.value_differences == ()
     with pytest.raises(NamesError, match="no name begins with 'q'"):
@@ -147,6 +148,20 @@ def test_beginnings_of_names(tmp_path: Path) -> None:
         compare(left, right, rename={"m.w": "n.", "m.b": "n."})
     done = CliRunner().invoke(cli, ["diff", "--rename", "m.=n.", "--rename", "lr.=rate.", "--only", "n.w", "--only", "rate.x", left, right])
     assert done.exit_code == 0, done.output
+
+
+def test_a_conversion_to_other_names_is_the_same_with_the_options_that_the_hint_names(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    one, two, bare = saved(tmp_path / "one", {"model": model, "optimizer": optimizer}), str(tmp_path / "two"), str(tmp_path / "bare")
+    convert(one, two, to="dcp")
+    hint = "12 names begin with 'optimizer.state.model.' in A and with 'optimizer.state.' in B: add --rename "
+    assert hint + "optimizer.state.model.=optimizer.state." in run("diff", one, two).stderr
+    assert run("diff", "--rename", "optimizer.state.model.=optimizer.state.", one, two).exit_code == 0
+    saved(tmp_path / "bare", {**model.state_dict(), "optimizer": {"state": 1}, "extra": torch.ones(2)})
+    assert "add --rename model.= and B before A" in run("diff", "--only", "*", bare, one).stderr
 
 
 def test_only(tmp_path: Path) -> None:

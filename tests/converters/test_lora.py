@@ -128,7 +128,7 @@ def test_a_native_base_under_a_key(tmp_path: Path) -> None:
     [
         (pair("model.q"), {"peft_type": "LOHA"}, FormatError, "of the kind LOHA"),
         (pair("model.q"), {"use_dora": True}, FormatError, "use_dora, which is more"),
-        (pair("model.q"), {"r": 4}, ShapeError, "says rank 4 of model.q, and its tensors have 3"),
+        (pair("model.q"), {"r": 4}, ShapeError, "has rank 4 for model.q, and its tensors have 3"),
         (pair("model.q"), {"lora_alpha": None}, FormatError, "lora_alpha None"),
         ({k: v for k, v in pair("model.q").items() if "_A" in k}, {}, NamesError, "and not base_model.model.model.q.lora_B.weight"),
         ({k: v for k, v in pair("model.q").items() if "_B" in k}, {}, NamesError, "the base has no model.q.lora_B.weight"),

@@ -203,7 +203,7 @@ def test_the_buckets_of_a_job() -> None:
     assert likely_buckets({}) == [Buckets(40_000_000, 1, 128), Buckets(None, 1, 128)]
     wide = {"overlap_grad_reduce": 0, "ddp_pad_buckets_for_high_nccl_busbw": True, "num_distributed_optimizer_instances": 2}
     assert likely_buckets({**wide, "data_parallel_size": 6}) == [Buckets(None, 3, 65536)]
-    with pytest.raises(UsageError, match="how many buckets"):
+    with pytest.raises(UsageError, match="a number of buckets"):
         likely_buckets({"ddp_num_buckets": 4})
 
 

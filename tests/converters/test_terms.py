@@ -146,7 +146,7 @@ def test_layers_and_experts_that_are_not_there() -> None:
 
 
 def test_a_number_that_nothing_says() -> None:
-    with pytest.raises(UsageError, match="needs numbers of the model that nothing tells: kv_heads") as told:
+    with pytest.raises(UsageError, match="needs numbers of the model that are not given: kv_heads") as told:
         parse_translation(HEAD + ATTENTION, "t").views({f"l.0.{p}.bias": (8,) for p in "qkv"}, "rightwards")
     assert "--set kv_heads" in str(told.value)
 
@@ -162,7 +162,7 @@ def test_shapes_that_do_not_fit_the_steps() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("left = 3 =", "no TOML"),
+        ("left = 3 =", "not TOML"),
         ('left = "a"', "needs left and right"),
         (HEAD + "other = 1", "needs left and right"),
         (HEAD + '[[term]]\nleft = "a"', "a term needs left and right"),

@@ -278,7 +278,7 @@ def misuse() -> list[str]:
 def test_misuse_is_told(ranks: Ranks) -> None:
     strange, twice, closed = ranks.run(2, misuse)[0]
     assert "rank 7 is not in the group" in strange
-    assert "going on already" in twice
+    assert "in progress already" in twice
     assert "connections are closed" in closed
 
 

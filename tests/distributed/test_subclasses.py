@@ -1,7 +1,10 @@
-"""DTensors over tensors that are made of others: each rank has whole blocks of rows, on other numbers of ranks too."""
+"""DTensors over tensors that are made of others: each rank has whole blocks of rows, on other numbers of ranks too. And extra states as
+TransformerEngine's, which are pickles."""
 
 from __future__ import annotations
 
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from ckpt import live
 from ckpt.errors import CkptError, LayoutError, MismatchError, ReplicaError
 from tests.distributed.models import mesh_of
 from tests.distributed.ranks import Ranks
-from tests.fixtures.rows8 import Fp8, Rows8
+from tests.fixtures.rows8 import Fp8, Mx, Rows8
 
 ROWS, BLOCK = 24, 2
 Parts = dict[str, list[torch.Tensor]]
@@ -137,6 +140,68 @@ def fp8_loaded(url: str) -> bool:
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
 
 
+def mx(seed: int, rows: int) -> dict[str, Any]:
+    """Blocks of rows of a weight: ``rows`` in all."""
+    torch.manual_seed(seed)
+    tensor, here = Mx.random(rows, 5), rows // dist.get_world_size()
+    local, mesh = tensor.split(here)[dist.get_rank()], mesh_of(dp=dist.get_world_size())  # type: ignore[no-untyped-call]
+    return {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=(5, 1))}
+
+
+def mx_saved(url: str) -> list[str]:
+    """In parts of one padded block, and of two; parts that are padded are refused."""
+    ckpt.save(f"{url}-16", mx(1, 16))
+    ckpt.save(f"{url}-48", mx(1, 48))
+    errors = []
+    for rows in (8, 24, 40):
+        with pytest.raises(LayoutError, match="tensor w") as caught:
+            ckpt.save(url, mx(1, rows))
+        errors.append(str(caught.value))
+    return errors
+
+
+def mx_loaded(url: str) -> bool:
+    ckpt.load(f"{url}-48", state := mx(2, 48))
+    pairs = zip(*([each["w"]._local_tensor._data, each["w"]._local_tensor._scale] for each in (state, mx(1, 48))), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+class Delayed(torch.nn.Module):
+    """As a module of TransformerEngine with delayed scaling: its extra state is a pickle, in bytes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.meta = {"recipe": ("delayed", 16), "scale_fwd": torch.rand(3), "amax_history_fwd": torch.rand(16, 3)}
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(pickle.dumps(self.meta)), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.meta = pickle.loads(state.numpy().tobytes())
+
+    def is_first(self) -> bool:
+        return str(self.meta) == str(Delayed(1).meta)
+
+
+def pickled(url: str) -> list[bool]:
+    """Replicas of a module whose pickles name storages by their addresses, which have more digits where a thread made the tensors."""
+    with ThreadPoolExecutor(1) as thread:
+        model = thread.submit(Delayed, 1).result() if dist.get_rank() else Delayed(1)
+    ckpt.save(url, {"m": model, "dict": model.state_dict()})
+    rows: list[torch.Tensor] = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(rows, model.get_extra_state())
+    own = {"_extra_state": torch.empty(0, dtype=torch.uint8)}
+    ckpt.load(url, {"m": (other := Delayed(2)), "dict": own})
+    again = Delayed(3)
+    again.load_state_dict(own)
+    if dist.get_rank():
+        model.meta["scale_fwd"][2] += 1  # type: ignore[index]
+    with pytest.raises(ReplicaError, match="m._extra_state: rank 0 ≠ rank 1"):
+        ckpt.save(f"{url}-2", {"m": model})
+    return [not torch.equal(rows[0], rows[1]), other.is_first(), again.is_first()]
+
+
 def refused(url: str) -> list[str]:
     """A cut along columns, ranks without rows, and a cache that a slice does not have."""
     errors = []
@@ -176,6 +241,21 @@ def test_rows_and_transposed_rows_of_one_scale(ranks: Ranks, tmp_path: Path) -> 
     opened, tensor = ckpt.open(url), Fp8.random(ROWS, 5)
     assert all(torch.equal(opened[f"w#{field}"].read(), getattr(tensor, field)) for field in Fp8._FIELDS)
     assert all(ranks.run(3, fp8_loaded, url))
+
+
+def test_blocks_that_are_split_alone(ranks: Ranks, tmp_path: Path) -> None:
+    url = str(tmp_path / "a")
+    for texts in ranks.run(2, mx_saved, url):
+        assert all("Mx that has _scale of shape" in text and "does not divide as its rows" in text for text in texts)
+    for rows in (16, 48):
+        torch.manual_seed(1)
+        opened, tensor = ckpt.open(f"{url}-{rows}"), Mx.random(rows, 5)
+        assert torch.equal(opened["w#_data"].read(), tensor._data) and torch.equal(opened["w#_scale"].read(), tensor._scale)
+    assert all(ranks.run(3, mx_loaded, url))
+
+
+def test_equal_pickles_of_extra_states_are_replicas(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks.run(2, pickled, str(tmp_path / "a")) == [[True] * 3] * 2
 
 
 def test_rows_move_in_memory(ranks: Ranks) -> None:

@@ -248,7 +248,7 @@ def test_a_coded_chunk_of_absurd_size_is_refused_before_memory_is_asked_for(plac
     claimed = TensorEntry(
         name="whole", dtype=DTYPES["float32"], shape=(1 << 40, 50), grid=Grid(cuts=((0, 1 << 40), (0, 50)), files=entry.grid.files)
     )
-    with pytest.raises(CorruptError, match="is said to be coded"):
+    with pytest.raises(CorruptError, match="is listed as coded"):
         catalog.extents(claimed, [0])
 
 

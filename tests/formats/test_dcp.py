@@ -188,7 +188,7 @@ def test_items_as_safetensors_are_refused(tmp_path):
 
 def test_metadata_of_each_rank_are_refused(tmp_path):
     (tmp_path / "__0.metadata").write_bytes(b"x")
-    with pytest.raises(FormatError, match="every rank kept metadata"):
+    with pytest.raises(FormatError, match="every rank kept its own metadata"):
         open_catalog(str(tmp_path))
 
 
@@ -219,10 +219,10 @@ def infos(metadata: Metadata, **fields: object) -> None:
         (lambda m: infos(m, relative_path="/etc/passwd"), "file that cannot be"),
         (lambda m: infos(m, relative_path=5), "file that cannot be"),
         (lambda m: infos(m, relative_path="__9_9.distcp"), "are missing: __9_9.distcp"),
-        (lambda m: infos(m, offset=-1), "no count"),
+        (lambda m: infos(m, offset=-1), "not a count"),
         (lambda m: infos(m, length=1 << 50), "should end at byte"),
         (lambda m: infos(m, length=10), "wanted of|no end of its directory"),
-        (lambda m: infos(m, offset=3), "no archive|no end"),
+        (lambda m: infos(m, offset=3), "not an archive|no end"),
         (lambda m: m.storage_data.clear(), "lies nowhere"),
         (lambda m: m.state_dict_metadata.update(x=5), "has no attribute"),
         (lambda m: m.state_dict_metadata.update({5: 5}), "a name of the kind int"),

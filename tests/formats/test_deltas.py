@@ -249,7 +249,7 @@ def test_manifests_that_say_what_cannot_be(chain: tuple[Path, list[State]]) -> N
         (lambda f: f["files"][0].update(path="../s2/x"), "lacks or misspells"),
         (lambda f: f["tensors"].reverse(), "not in the order of names"),
         (lambda f: f["tensors"][0].__setitem__(2, [1 << 61]), "do not tile"),
-        (lambda f: f.update(number=2), "no delta of the same chain|there is no checkpoint|is missing"),
+        (lambda f: f.update(number=2), "not a delta of the same chain|there is no checkpoint|is missing"),
         (lambda f: f.update(number=-1), "lacks or misspells"),
         (lambda f: f["base"].update(url="../../s0"), "lacks or misspells"),
     ]
@@ -262,7 +262,7 @@ def test_manifests_that_say_what_cannot_be(chain: tuple[Path, list[State]]) -> N
     path.write_text(before.replace('"version": 1', '"version": 9'))
     refused(root / "s1", "a delta of version 9", FormatError)
     path.write_text(before[:100])
-    refused(root / "s1", "is no manifest of a delta")
+    refused(root / "s1", "is not a manifest of a delta")
 
 
 def test_every_flipped_byte_is_noticed(chain: tuple[Path, list[State]]) -> None:
@@ -304,7 +304,7 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
     ckpt.save(tmp_path / "saved", state)
     with pytest.raises(NotFoundError):
         ckpt.export(tmp_path / "a", state, since=tmp_path / "nowhere")
-    with pytest.raises(FormatError, match="no export that a delta can follow"):
+    with pytest.raises(FormatError, match="a delta cannot follow this export"):
         ckpt.export(tmp_path / "a", state, since=tmp_path / "saved")
     with pytest.raises(MismatchError, match=r"fixed was float32 \[20, 20\], is bfloat16 \[20, 20\]"):
         ckpt.export(tmp_path / "a", {**state, "fixed": state["fixed"].bfloat16()}, since=tmp_path / "full")

@@ -330,5 +330,5 @@ def test_both_are_read(one_more: WithFile) -> None:
 def test_nothing_is_written(one_more: WithFile, tmp_path: Path, change: Callable[[WithFile], object]) -> None:
     with pytest.raises(AccessError, match="is not written to") as refused:
         change(one_more)
-    assert refused.value.hint == "write to a URL of its own"
+    assert refused.value.hint == "write to a separate URL"
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == {"there": b"0123456789"}

@@ -311,7 +311,7 @@ def test_somebody_else_committed_first(backend, seen):
     save(backend, OLD)
     before = paths(backend)
     contents = new_contents(backend)
-    with pytest.raises(ConflictError):
+    with pytest.raises(ConflictError, match=r"another save was first here: cannot (.|\n)*process_group\(\) before they save"):
         write_index(CheckpointJournal(backend, id=OTHER, previous=seen), contents, world_size=1)
     assert paths(backend) == before | {contents.files[0].path}
     assert committed_id(backend) == ID

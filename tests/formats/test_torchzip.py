@@ -407,7 +407,7 @@ def test_an_end_that_says_another_count_of_records(long, more, tmp_path, monkeyp
     at, form = (data.index(b"PK\6\6") + 24, "<QQ") if long else (data.index(b"PK\5\6") + 8, "<HH")
     here, count = struct.unpack_from(form, data, at)
     struct.pack_into(form, data, at, here + more, count + more)
-    with pytest.raises(CorruptError, match=f"a directory of {count} records, and its end says {count + more}"):
+    with pytest.raises(CorruptError, match=f"a directory of {count} records, its end lists {count + more}"):
         opened(tmp_path, bytes(data))
 
 
@@ -429,7 +429,7 @@ def test_a_local_header_that_is_not_there(tmp_path):
     data = bytearray(zipped(parts()))
     at = data.index(b"archive/data/0")
     data[at : at + 14] = b"archive/data/9"
-    with pytest.raises(CorruptError, match="not where the directory"):
+    with pytest.raises(CorruptError, match="not at its place in the directory"):
         opened(tmp_path, bytes(data))
 
 
@@ -511,7 +511,7 @@ def test_a_wrong_length_of_what_stands_before_the_bytes(tmp_path):
     header = data.rindex(b"PK\3\4", 0, data.index(b"/data/0"))
     length = struct.unpack_from("<H", data, header + 28)[0]
     struct.pack_into("<H", data, header + 28, length + 8)
-    with pytest.raises(CorruptError, match="not where the directory"):
+    with pytest.raises(CorruptError, match="not at its place in the directory"):
         opened(tmp_path, bytes(data))
 
 

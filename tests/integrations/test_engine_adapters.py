@@ -122,7 +122,7 @@ def test_names_of_the_trainer(tmp_path: Path) -> None:
 def test_names_come_from_the_source(trainer: Trainer) -> None:
     model, amounts = ZooModel(SIZES, Tp(1, 2)), list[tuple[int, int]]()
     with EngineSink(trainer.source.address, model.load_weights, model) as sink:
-        with pytest.raises(UsageError, match="not known before the first take"):
+        with pytest.raises(UsageError, match="not known before the first update"):
             _ = sink.recorded
         with pytest.raises(DeadlineError):
             sink.take(timeout=0.2)

@@ -243,7 +243,7 @@ def test_sglang_follows_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UsageError, match="give convention="):
             adapter.take_weights(model, adapter.update_request(source.address, names="llama"))
         adapter.take_weights(model, adapter.update_request(source.address, timeout=19))  # after a wrong request
-        with pytest.raises(UsageError, match="no request for ckpt"):
+        with pytest.raises(UsageError, match="not a request for ckpt"):
             adapter.take_weights(model, list(tensors.items()))
         # drafts are handed the same request, which may come as a generator
         same = lambda **models: (row for row in adapter.update_request(source.address, timeout=19, models=models))  # noqa: E731

@@ -129,6 +129,9 @@ for trainer in best:
     model = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     pairs = zip(model.state_dict().items(), trainer.model.state_dict().items(), strict=True)
     told += [trainer.state.best_global_step, all(n == m and torch.equal(a, b) for (n, a), (m, b) in pairs)]
+worst.update(eval_steps=1, greater_is_better=False)
+trainer = train(f"{runs}/unsaved", epochs=1)
+told += [trainer.state.best_global_step in (1, 2, 3, 4), trainer.state.best_model_checkpoint]
 hf_trainer.TrainingArguments = lambda **given: plain(**given, save_only_model=True)
 hf_trainer.use = use
 train(f"{runs}/only", epochs=1)
@@ -156,10 +159,10 @@ def test_a_trainer_goes_on_from_the_step_that_is_named(trainer_runs: tuple[Path,
 
 
 def test_the_best_model_is_loaded_and_the_model_alone_saved(trainer_runs: tuple[Path, Any, Any]) -> None:
-    """The best is an early step, by a metric that gets worse: it outlives ``save_total_limit``, and a resumed run still knows it. What
-    ``from_pretrained`` needs lies beside it, and goes with the checkpoints that retention removes."""
+    """The best is an early step, by a metric that gets worse: it outlives ``save_total_limit``, and a resumed run still knows it; a best
+    step that was not saved is no checkpoint. What ``from_pretrained`` needs lies beside it, and goes with what retention removes."""
     runs, (best, *rest) = trainer_runs[0] / "older", trainer_runs[2][5:]
-    assert best in (5, 10, 15) and rest == [True, best, True, 12, True, 6]
+    assert best in (5, 10, 15) and rest == [True, best, True, True, None, 12, True, 6]
     assert steps_of(runs / "best") == [best, 24]
     there = sorted(path.name for path in (runs / "best").iterdir())
     assert there == ["ckpt-log.json", "logs", f"step-{best:08d}", "step-00000024"]

@@ -73,7 +73,7 @@ def test_requests_do_not_grow_with_tensors(calls: Counter[str]) -> None:
     saved = _cost(calls, lambda: ckpt.save("counted://bucket/many", state))
     loaded = _cost(calls, lambda: ckpt.load("counted://bucket/many", found))
     assert all(torch.equal(found[name], state[name]) for name in state)
-    assert (saved, loaded) <= (25, 9)
+    assert (saved, loaded) <= (26, 9)  # a save elsewhere than in a run looks whether it is above one
 
 
 def test_listing_takes_two_requests_for_each_checkpoint_and_one_more(calls: Counter[str]) -> None:

@@ -97,7 +97,7 @@ def test_paths_have_no_options(url: str) -> None:
         ({"storage_options": "anon"}, "is a dict"),
         ({"storage_options": {"asynchronous": True}}, "asynchronous"),
         ({"filesystem": fsspec.filesystem("http", asynchronous=True, skip_instance_cache=True)}, "asynchronous"),
-        ({"filesystem": "s3"}, "str is no fsspec file system"),
+        ({"filesystem": "s3"}, "str is not an fsspec file system"),
     ],
 )
 def test_what_cannot_be(given: dict[str, Any], named: str) -> None:

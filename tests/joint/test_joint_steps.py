@@ -451,7 +451,7 @@ def test_a_restore_waits_for_all_and_a_member_that_died_in_it_does_not_count(
     for run in runs[:2]:
         run.join()
     monkeypatch.setattr("ckpt.runs.joint._QUIET", 0.1)
-    with pytest.raises(ConflictError, match="rollouts did not load step None within 1 s"):
+    with pytest.raises(ConflictError, match="^rollouts did not begin to restore and buffer did not end the restore within 1 s"):
         runs[0].loaded()
     assert f"{root}: the restore waits for rollouts to start, for 1 s in all" in caplog.messages
     dead = members(root, timeout=1)[2]
@@ -530,7 +530,7 @@ def test_members_are_added_dropped_and_renamed_by_name_alone(root: str) -> None:
     assert [{name: c.path for name, c in d.checkpoints.items()} for d in decided] == [
         {"actor": "trainer/step-00000004", "buffer": "buffer/step-00000004"}
     ] * 3
-    with pytest.raises(UsageError, match="asks for step 3, and the others go on from 4"):
+    with pytest.raises(UsageError, match="asks for step 3, and the others continue from 4"):
         others[0].join(3)
 
 

@@ -169,7 +169,7 @@ def test_who_waits_for_a_piece_gets_it_when_it_comes_and_hears_when_it_will_not(
     assert version.ready(requests, 0, TIMEOUT)
     other = requests_of(3)
     threading.Timer(0.05, version.close).start()
-    with pytest.raises(NotFoundError, match="has gone on"):
+    with pytest.raises(NotFoundError, match="has moved"):
         version.ready(other, 0, TIMEOUT)
 
 

@@ -210,7 +210,7 @@ def test_another_token_size_or_process_is_not_mapped() -> None:
     for wrong in (at._replace(token="ab" * 16), at._replace(nbytes=at.nbytes + 4096), at._replace(file=0), at._replace(pid=2**22 - 1)):
         with pytest.raises((NotFoundError, OSError)):
             MappedSegment(wrong, digest)
-    with pytest.raises(CorruptError, match="not what its manifest says"):
+    with pytest.raises(CorruptError, match="differ from those in its manifest"):
         MappedSegment(at, "00" * 16)
 
 

@@ -238,6 +238,8 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
     page = parse(page_of(tmp_path))
     tile = next(e for e in page.everything() if "tile" in e.classes)
     assert [child.text for child in tile.children if isinstance(child, Element)] == ["failed saves", "3", "at steps 135, 305, 425"]
+    (failed,) = [e for e in page.everything() if f"#{e.attributes.get('id')}" == tile.all("a")[0].attributes["href"]]
+    assert failed.all("h2")[0].text == "Saves that failed" and "The fastest, the median, the slowest and the newest save." in page.text
     charts = [svg for svg in page.all("svg") if "chart" in svg.classes]
     for chart in charts:
         marks = {line.text.partition(":")[0]: line.attributes["x1"] for line in chart.all("line") if "failed" in line.classes}

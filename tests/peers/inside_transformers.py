@@ -11,7 +11,8 @@ import os
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerState
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerState
 
 import ckpt
 from ckpt.engine.verify import verify
@@ -41,6 +42,35 @@ def weights(path: str) -> dict[str, torch.Tensor]:
     """In place of ``load_file`` of a checkpoint's ``model.safetensors``."""
     view = ckpt.open(os.path.dirname(path))
     return {name.removeprefix("model."): view[name].read() for name in view if name.startswith("model.")}
+
+
+def check_best(output_dir: str, freq: int, total: int, trainer: Any, metric: str, **options: bool) -> None:
+    """In place of ``check_best_model_has_been_loaded``: the model is that of the step whose logged metric is the best."""
+    there = {step.number: step for step in ckpt.list_steps(str(output_dir))}
+    logged = {entry["step"]: entry[metric] for entry in trainer_state(there[total].url).log_history if metric in entry}
+    best = (max if options.get("greater_is_better") else min)(logged, key=logged.__getitem__)
+    saved = weights(os.path.join(there[best].url, "model.safetensors"))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in trainer.model.state_dict().items())
+    assert trainer.evaluate()[metric] == logged[best]
+
+
+def tokenizer() -> Any:
+    """In place of one of the hub."""
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(["<unk>", "</s>", "a", "b"])}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+
+
+def llama() -> Any:
+    """In place of one of the hub."""
+    sizes = {"vocab_size": 8, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def texts(words: Any) -> list[dict[str, Any]]:
+    """In place of a file of text, by token."""
+    rows = [words("a b " * (1 + number % 3))["input_ids"] for number in range(16)]
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def replace() -> None:

@@ -39,7 +39,12 @@ ARE_DIRECTORIES: Ports = (
 ARE_STEPS: Ports = (
     (r"(?<!best_model_checkpoint = os\.path\.join\(tmp_dir, )\"checkpoint-(\d+)\"", r'"step-%08d" % \1'),
     (r"f\"checkpoint-\{([^}]*)\}\"", r'f"step-{\1:08d}"'),
+    (r"(?<=f\")\{PREFIX_CHECKPOINT_DIR\}-\{(num_steps|trainer\.state\.best_global_step)\}", r"step-{\1:08d}"),
     (r"self\.check_saved_checkpoints\(", "tests.peers.inside_transformers.check_saved("),
+    (r"self\.check_best_model_has_been_loaded\(", "tests.peers.inside_transformers.check_best("),
+    (r"AutoTokenizer\.from_pretrained\((?:MODEL_ID|\"bert-base-uncased\")\)", "tests.peers.inside_transformers.tokenizer()"),
+    (r"AutoModelForCausalLM\.from_pretrained\(MODEL_ID\)", "tests.peers.inside_transformers.llama()"),
+    (r"get_dataset\(PATH_SAMPLE_TEXT, tokenizer, 100\)", "tests.peers.inside_transformers.texts(tokenizer)"),
     (
         r"TrainerState\.load_from_json\(os\.path\.join\((\w+), \"trainer_state\.json\"\)\)",
         r"tests.peers.inside_transformers.trainer_state(\1)",
@@ -50,7 +55,7 @@ ARE_STEPS: Ports = (
     (r"SAFE_WEIGHTS_NAME\)", '"checkpoint.json")'),
     (r"No valid checkpoint found in output directory", "no valid checkpoint found in"),
 )
-"""A trainer's checkpoints are steps of its output_dir, and their files are ckpt's."""
+"""A trainer's checkpoints are steps of its output_dir, and their files are ckpt's; models and tokenizers of the hub are tiny local ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +157,7 @@ SUITES = {
         mode="use",
         ports=ARE_STEPS,
         environment={"HF_HUB_OFFLINE": "1"},
-        arguments=("-k", "CheckpointSave or ResumeTraining or AutoBatchSize or CheckpointRotation or InterruptedTraining"),
+        arguments=("-k", "CheckpointSave or ResumeTraining or AutoBatchSize or CheckpointRotation or InterruptedTraining or BestModel"),
         beside=["tests/trainer"],
     ),
     "accelerate": Suite(

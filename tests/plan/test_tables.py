@@ -201,8 +201,8 @@ def test_all_disagreements_are_told_at_once() -> None:
     with pytest.raises(ConsistencyError) as err:
         join_tables(said)
     text = str(err.value)
-    assert all(f"tensor {n}: shape (8, 4) on rank 0, (9, 4) on ranks 1-3" in text for n in names[:20])
-    assert "and 5 more" in text
+    assert all(f"tensor {n}: shape (8, 4) on rank 0, (9, 4) on ranks 1-3" in text for n in names[:5])
+    assert "and 20 more" in text
     assert err.value.hint is not None
 
 

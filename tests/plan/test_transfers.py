@@ -236,7 +236,7 @@ def test_a_damaged_list_is_refused_or_finds_nothing(at: int, value: int) -> None
 
 @pytest.mark.parametrize("cut", [0, 5, 23, len(LISTED.packed) - 1])
 def test_a_short_list_is_refused(cut: int) -> None:
-    with pytest.raises(FormatError, match="no list of requests"):
+    with pytest.raises(FormatError, match="not a list of requests"):
         RequestList.from_bytes(LISTED.packed[:cut])
 
 

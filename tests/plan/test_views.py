@@ -146,7 +146,7 @@ def test_a_scalar_and_an_empty_tensor() -> None:
         (lambda: views.split(views.whole("a", (4,)), 0, [1, 2]), "do not make up"),
         (lambda: views.interleave([views.whole("a", (4,))], 0, 3), "3 equal groups"),
         (lambda: views.interleave([views.whole("a", (4,))], 0, 0), "0 equal groups"),
-        (lambda: views.transpose(views.whole("a", (4, 2)), [0, 0]), "no order"),
+        (lambda: views.transpose(views.whole("a", (4, 2)), [0, 0]), "not an order"),
         (lambda: views.part(views.whole("a", (4,)), Box((2,), (3,))), "does not lie in"),
         (lambda: views.padded(views.whole("a", (4,)), 0, 3), "more than 3"),
         (lambda: views.unstack(views.whole("a", (4,)), 1), "no axis 1"),

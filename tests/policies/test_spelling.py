@@ -158,9 +158,9 @@ def test_any_text_is_a_policy_or_a_usage_error(text: str) -> None:
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        (None, "None is no policy"),
-        ("Latest", "is no policy"),
-        ({"n": 3}, "is no policy"),
+        (None, "None is not a policy"),
+        ("Latest", "is not a policy"),
+        ({"n": 3}, "is not a policy"),
         ({"policy": "Lates"}, "there is no policy 'Lates'"),
         ({"policy": "Latest"}, "its arguments are: n"),
         ({"policy": "Latest", "n": 3, "m": 4}, "its arguments are: n"),

@@ -56,6 +56,18 @@ def asked(root: Path, steps: int) -> int:
     return process.operations
 
 
+def test_steps_that_another_job_removes_too_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for n in range(8):
+        ckpt.save(tmp_path / f"step-{n}", {"x": torch.zeros(2)})
+    steps = list_steps(str(tmp_path))
+    assert len(remove_steps(str(tmp_path), steps[:7], {})) == 7
+    caplog.clear()
+    for late in (steps[:6], steps[6:7]):
+        assert remove_steps(str(tmp_path), late, {}) == []
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warning.startswith(f"{tmp_path}: step-0, step-1, step-2, step-3, step-4 and 1 more: replaced, removed, tagged or referred to")
+
+
 def test_steps_that_go_cost_what_they_are(tmp_path: Path) -> None:
     few, many = asked(tmp_path / "few", 6), asked(tmp_path / "many", 22)
     assert many / 20 < 1.2 * few / 4

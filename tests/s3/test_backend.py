@@ -289,7 +289,7 @@ def test_unfinished_uploads(s3_url: str, object_store: ObjectStore) -> None:
     backend.abort_upload(found["a/1"])
     backend.abort_upload(found["a/1"])
     assert [u.path for u in backend.pending_uploads()] == ["b/1", "b/2"]
-    with pytest.raises(StorageError, match="somebody ended the upload"):
+    with pytest.raises(StorageError, match="another process ended the upload"):
         writers["a/1"].write(5 * MIB, [bytes(6 * MIB)])
     for writer in writers.values():
         writer.abort()

@@ -212,8 +212,8 @@ class LoadReport:
     Bytes are this rank's: ``bytes_needed`` by its tensors as they are stored, ``bytes_read`` from storage, for others too,
     ``bytes_unverified`` read without a check of their digest, ``bytes_received`` of those needed that other ranks had read. They came
     in ``requests`` reads, which storage may split, from ``files`` files. ``memory`` is what reading took beside the state, in bytes. Of
-    a dry run it is the most that reading can take, and ``seconds`` is an estimate for the slowest rank, from what ``estimated_from``
-    says.
+    a dry run it is the most that reading can take, and ``seconds`` is an estimate for the slowest rank, made from
+    ``estimated_from``.
     """
 
     url: str

@@ -120,7 +120,7 @@ class SaveHandle:
         """What the save did; waits for it.
 
         Raises:
-            TimeoutError: it is still going on after ``timeout`` seconds.
+            TimeoutError: it is still in progress after ``timeout`` seconds.
             CkptError: as ``ckpt.save`` would have.
         """
         self._hurry()
@@ -228,7 +228,7 @@ def refuse_if_busy(group: Group, url: str, timeout: float) -> None:
     mine = handle is not None and not handle.done()
     call = group.call("save", url, timeout, overlaps=True)
     if call.map_reduce("busy", lambda: {"busy": mine}, lambda rows: any(row["busy"] for row in rows.values())):
-        raise BusyError("a save of this job is still going on", where=url, hint='wait for its handle, or save with when_busy="wait"')
+        raise BusyError("a save of this job is still in progress", where=url, hint='wait for its handle, or save with when_busy="wait"')
 
 
 @in_trace("ckpt.save")

@@ -12,6 +12,7 @@ encodes only what has changed: digests and sizes of files (``Tables.index``).
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,13 +23,14 @@ from typing import NamedTuple
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
 from ckpt.errors import AccessError, ConsistencyError, StateError
-from ckpt.formats.native.clearing import BaseFiles, check_no_link, clear, referred_files
+from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_no_run, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
 from ckpt.formats.native.datafile import name_problem
 from ckpt.formats.native.index import IndexCache
 from ckpt.formats.native.paths import data_number, id_of
 from ckpt.formats.native.writer import CheckpointJournal, committed_id, write_index
 from ckpt.io_backends.protocol import Backend
+from ckpt.io_backends.registry import is_file_system
 from ckpt.net.call import Call, grouped, grouped_parts
 from ckpt.net.channel import Row
 from ckpt.plan import tree
@@ -43,6 +45,7 @@ from .replicas import compare_replicas
 
 log = logging.getLogger("ckpt")
 
+_STEP = re.compile(r"(?:global_?)?(?:step|iter|iteration|checkpoint|ckpt)[-_=]?[0-9]+", re.IGNORECASE)
 KEPT = 2
 
 
@@ -154,6 +157,10 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
+        # On an object store a look is a request, which what is named as a step does without.
+        looks = is_file_system(self.backend.url) or not _STEP.fullmatch(self.backend.url.rpartition("/")[2])
+        if looks and self.previous is None and self.options.branches is None:
+            check_no_run(self.backend)
         self.replaced = id_replaced(self.previous, self.call.url)
         earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
         self.id = new_id(self.replaced, earlier, *(b.id for b in self.branches))

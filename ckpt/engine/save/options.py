@@ -36,7 +36,7 @@ class SaveReport:
     writing it; ``mirrored_bytes`` what of ``rank_bytes`` another rank wrote, too: a second copy that cost no network.
 
     Of a dry run, ``id`` is empty, ``rank_bytes`` is what it is before coding, and ``memory`` the most that writing takes beside the state,
-    in bytes. ``seconds`` is an estimate for the slowest rank, from what ``estimated_from`` says; NaN if no earlier save says how fast the
+    in bytes. ``seconds`` is an estimate for the slowest rank, made from ``estimated_from``; NaN if no earlier save shows how fast the
     storage is.
     """
 

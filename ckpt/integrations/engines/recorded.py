@@ -160,7 +160,7 @@ def record(
     Raises:
         UsageError: the arguments are something else, or in another order.
         NamesError: a glob of ``stage`` matches no tensor.
-        StateError: a parameter has no memory of its own, or the loader replaced it.
+        StateError: a parameter has no separate memory, or the loader replaced it.
         CoverageError: a parameter is not filled, or not all of it.
         Exception: whatever ``load_weights`` raises.
     """
@@ -335,7 +335,7 @@ class EngineSink:
         """
         if self._recorded is None:
             hint = "take a version first, or give the checkpoint that the engine was started from"
-            raise UsageError("the names of the source are not known before the first take", where=self._sink.address, hint=hint)
+            raise UsageError("the names of the source are not known before the first update", where=self._sink.address, hint=hint)
         return self._recorded
 
     @property
@@ -343,7 +343,7 @@ class EngineSink:
         """The version that the engine has; None before the first.
 
         Raises:
-            TornError: the last take broke off while it changed the engine. The next one repairs it.
+            TornError: the last update broke off while it changed the engine. The next one repairs it.
         """
         if self._unfinished:
             raise TornError("the engine has parts of a version only", where=self._sink.address, hint="take again before it answers")
@@ -359,7 +359,7 @@ class EngineSink:
 
         Raises:
             CoverageError: as :meth:`Recorded.finish`. If it raises on one rank, the engine is torn on all.
-            as ``ckpt.live.Sink.take``; and in the first take, without a checkpoint, as :func:`record`.
+            as ``ckpt.live.Sink.take``; and in the first update, without a checkpoint, as :func:`record`.
         """
         end = time.monotonic() + (self._timeout if timeout is None else timeout)
         if self._recorded is None:

@@ -157,7 +157,7 @@ class Layout:
         return ResolvedShard(name=stored, shape=shape, layout=layout, logical=logical)
 
     def on_stages(self, name: str, layout: TensorLayout, rank: int) -> TensorLayout:
-        """The layout of a DTensor, on the stages that the rule for its name gives it: those of a pipeline each have a mesh of their own,
+        """The layout of a DTensor, on the stages that the rule for its name gives it: those of a pipeline each have their own mesh,
         whose dimensions have the names that they have here. Itself, if no rule gives it stages."""
         placements = next((p for glob, p in self.rules if fnmatchcase(name, glob)), ())
         mesh = self._mesh(next((mesh_name for p in placements if (mesh_name := p.mesh_name())), None))

@@ -183,7 +183,8 @@ class BlockSplit(Split):
 
     def global_shape(self, shape: Shape, mesh: Mesh) -> Shape:
         raise LayoutError(
-            f"the global shape of a {type(self).__name__} tensor cannot be told from its memory", hint="add GlobalShape(shape) to the rule"
+            f"the global shape of a {type(self).__name__} tensor cannot be derived from its memory",
+            hint="add GlobalShape(shape) to the rule",
         )
 
 

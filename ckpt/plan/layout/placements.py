@@ -47,7 +47,7 @@ class Padded(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Uneven(Placement):
-    """Dimension ``dim`` has ``size`` elements in all. Needed where the parts of a :class:`Shard` differ: they cannot be told from
+    """Dimension ``dim`` has ``size`` elements in all. Needed where the parts of a :class:`Shard` differ: they cannot be derived from
     one rank's part."""
 
     dim: int
@@ -195,7 +195,7 @@ class Flat(BlockSplit):
                 if common is None:
                     continue
                 if common != part:
-                    raise LayoutError("Flat over Interleaved is not supported", hint="shard each fused part under a name of its own")
+                    raise LayoutError("Flat over Interleaved is not supported", hint="shard each fused part under its own name")
                 shift = tuple(g - o for g, o in zip(piece.box.offset, piece.local.offset, strict=True))
                 pieces.append(Piece(common.shifted(shift), Box((at,), (part.numel,))))
             at += part.numel

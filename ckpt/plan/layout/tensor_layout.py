@@ -204,7 +204,7 @@ def _padded(edges: IntArray, ranges: int) -> IntArray:
 def _axes(layout: TensorLayout, shape: tuple[int, ...]) -> tuple[_Axis, ...]:
     splits = [split for split in layout.splits if isinstance(split, AxisSplit)]
     if splits and not shape:
-        raise LayoutError("a scalar cannot be sharded", hint="give it a rule of its own: Replicate()")
+        raise LayoutError("a scalar cannot be sharded", hint="give it its own rule: Replicate()")
     dims = [split.dimension(len(shape)) for split in splits]
     axes = []
     for dim, size in enumerate(shape):

@@ -65,7 +65,7 @@ def _stragglers(facts: Facts) -> Iterator[Recommendation]:
             yield Recommendation(what=f"Look at rank {alone[0]}.", why=f"{why} {works}" if alone[0] == first else works)
         slowest = f"The slowest of them, rank {shared[0]}, works {brief(save.work[shared[0]])} s; the median is {brief(save.median)} s."
         yield Recommendation(
-            what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so it is what they share.",
+            what=f"Look at {', '.join(together[:4])}: nearly all of these ranks are slow, so look for a cause they share.",
             why=why if shared[0] == first else slowest,
         )
     elif len(slow) > 1:

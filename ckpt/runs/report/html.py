@@ -97,7 +97,9 @@ def _sections(report: Report) -> Iterator[Markup]:
     if len(report.compared) > 1:
         columns = [{"the save": brief(saved.seconds), **_medians([saved])} for saved in report.compared]
         yield _section(
-            "Side by side", _side_by_side(("slowest rank, seconds", *[f">{_name(saved)}" for saved in report.compared]), columns)
+            "Side by side",
+            _side_by_side(("slowest rank, seconds", *[f">{_name(saved)}" for saved in report.compared]), columns),
+            about="The fastest, the median, the slowest and the newest save." if len(series.known) > len(report.compared) else "",
         )
     names = [f"{name}: " for name in distinct(report.urls)] if several else [""]
     failed = [
@@ -107,7 +109,7 @@ def _sections(report: Report) -> Iterator[Markup]:
     ]
     if failed:
         about = "The newest 20 of each run." if several else "The newest 20."
-        yield _section("Saves that failed", charts.table(("when", "what"), failed), about=about)
+        yield _section("Saves that failed", charts.table(("when (UTC)", "what"), failed), about=about, id="failed")
     if series.loads and not several:
         yield _loads(series.loads)
     if report.notes:
@@ -139,7 +141,7 @@ def _loads(loads: Sequence[HistoryEvent]) -> Markup:
         )
         for one in loads
     ]
-    heads = ("when", "what", ">seconds", ">ranks", ">the leader's bytes", "what took longest")
+    heads = ("when (UTC)", "what", ">seconds", ">ranks", ">the leader's bytes", "what took longest")
     return _section("Loads", charts.table(heads, rows), about="The newest 20 that a Checkpointer made.")
 
 
@@ -147,9 +149,9 @@ def _moment(at: float) -> str:
     return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S") if at < _YEAR_9999 else "?"
 
 
-def _section(title: str, *parts: str | Markup, about: str = "") -> Markup:
+def _section(title: str, *parts: str | Markup, about: str = "", id: str | None = None) -> Markup:
     heads = [tag("h2", title)] if title else []
-    return tag("section", *heads, *([tag("p", about, class_="about")] if about else []), *parts)
+    return tag("section", *heads, *([tag("p", about, class_="about")] if about else []), *parts, id=id)
 
 
 def _unbroken(text: str) -> str:
@@ -177,7 +179,7 @@ def _name(saved: SavedSpans) -> str:
 def _tiles(detail: Detail, report: Report) -> Markup:
     save, record = detail.save, detail.record
     where = "saved in the background" if save.background else "the whole save: it was not in the background"
-    tiles = [
+    tiles: list[tuple[str, str | Markup, str | Markup]] = [
         ("durable after", f"{brief(save.seconds)} s", "the slowest rank's wall time"),
         ("training blocked", _blocked(save), where),
         ("size", units.size(record.tensor_bytes), units.plural(sum(kind.tensors for kind in detail.kinds), "tensor")),
@@ -188,7 +190,7 @@ def _tiles(detail: Detail, report: Report) -> Markup:
     if failed := report.series[0].failed:
         steps = ", ".join(dict.fromkeys(f"{one.step:,}" for one in reversed(failed) if one.step is not None))
         at = f"at {'steps' if ', ' in steps else 'step'} {steps}" if steps else "listed below"
-        tiles.insert(0, ("failed saves", f"{len(failed):,}", short(at, 60)))
+        tiles.insert(0, ("failed saves", tag("a", f"{len(failed):,}", href="#failed"), short(at, 60)))
     if save.retries:
         again, throttled = (sum(pair[i] for pair in save.retries.values()) for i in (0, 1))
         worst = next(iter(save.retries))
