@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckpt
 from ckpt.engine.save import background
@@ -118,6 +121,44 @@ def waits(folder: str) -> None:
         assert [s.number for s in c.steps()] == [1, 3, 6]
         with pytest.raises(UsageError if rank == 1 else RankFailedError):
             c.step(7000, {"own": object() if rank == 1 else 1.0}) and c.wait()  # type: ignore[func-returns-value]
+
+
+class Unreadable(FaultyProcess):
+    """No bytes of tensors can be read."""
+
+    def _begin(self, what: str, *, is_write: bool) -> Fault | None:
+        super()._begin(what, is_write=is_write)
+        return Fault(at=0, kind="error") if what.startswith("read_into data/") else None
+
+
+class Together:
+    """An object that takes its values in a collective call, as DeepSpeed makes parameters of partitions."""
+
+    def __init__(self) -> None:
+        self.values = torch.ones(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        dist.all_reduce(state["values"].clone())
+
+
+def reads(folder: str) -> None:
+    """Each rank has its own part, so none reads for another; one cannot read."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]), "together": Together()}
+    ckpt.save(f"{folder}/reads", state)
+    for who in range(2):
+        fault = wrap_backends(Unreadable().wrap) if dist.get_rank() == who else nullcontext()
+        error = StorageError if dist.get_rank() == who else RankFailedError
+        with fault, pytest.raises(error, match=f"rank {who}|injected fault"):
+            ckpt.load(f"{folder}/reads", state, job=ckpt.Job(timeout=20), read=ckpt.ReadOptions(exchange=False))
+
+
+def test_nothing_is_set_where_another_rank_could_not_read(ranks: Ranks, tmp_path: Path) -> None:
+    """What sets it may be collective: the others waited for the failed rank until their process group gave up."""
+    ranks.run(2, reads, str(tmp_path))
 
 
 def test_an_outage_hides_no_other_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

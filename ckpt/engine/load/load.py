@@ -183,13 +183,14 @@ def _load(job: LoadJob, state: object, spans_of_ranks: dict[int, Row] | None, be
                 reader = job.reader(catalog)
                 exchange = None if sharing is None else exchange_of(matched, sharing, reader)
                 fill(matched, partial(_transfer, matched, reader, exchange))
-                if exchange is None:
+                if call.group.size == 1:
                     set_all(setters, call.url)
             row: Row = {"again": [] if exchange is None else exchange.again}
             if spans_of_ranks is not None and options.spans is not None:
                 row["spans"] = options.spans.table().to_row()
             wrong = call.agree(row, partial(_end_reading, job, spans_of_ranks))
-        if exchange is not None:
+        if call.group.size > 1:
+            # Not before all ranks have read: what sets may be collective (DeepSpeed's partitions), and a rank that failed is not there.
             # Some values come of tensors, and what takes them may keep or refuse what it gets.
             with call.phase("set"):
                 with replacement_noticed(catalog):
