@@ -92,7 +92,7 @@ class Tiers:
             raise UsageError(f"local is a directory, not {local!r}", hint="give root= the URL of the object store")
         if local is not None and real_url(local) == real_url(root):
             raise UsageError("local is the same place as the root", where=root, hint="leave local= out to save straight to the root")
-        for path in (Path(place.removeprefix("file://")) for place in (root, local) if place is not None):
+        for path in (Path(real_url(place)) for place in (root, local) if place is not None and is_file_system(place)):
             if (file := next(filter(os.path.isfile, (path, *path.parents)), None)) is not None:
                 raise UsageError("a run is a directory, and this is a file", where=str(file), hint="name a directory")
 

@@ -280,7 +280,7 @@ def full_disk(url: str, full: int, call: str) -> list[str]:
     rank = dist.get_rank()
     state = {"w": torch.full((BIG,), 1.0), "own": ckpt.PerRank(torch.ones(BIG) * rank)}
     ckpt.save(url, state)
-    fault = Fault(at=2, kind="no_space")
+    fault = Fault(at=3 - full, kind="no_space")  # the leader has looked whether this is a run
     with wrap_backends(FaultyProcess(fault if rank == full else None).wrap):
         handle = ckpt.save_async(f"{url}-2", state)
         handle.wait(30)
