@@ -283,10 +283,6 @@ CACHE_BLOCK = MIB
 """Bytes that are copied, hashed and written in one step, alone or as neighbours together: so few that they stay in the second-level cache
 from the first of the three to the last."""
 
-COPY_STEP = 512 * KIB
-"""Longer ranges are copied in such steps: of what is as long as the second-level cache glibc reads, on AMD, the target before it writes
-it, which takes a quarter more time."""
-
 PIECE = 2 * MIB
 """Bytes of a long range that are read, or that a rank gives another one of a live state, hashed and copied before the next ones. Twice a
 cache block: each read costs a system call and a wake-up, and half of a piece is still in the cache."""

@@ -31,7 +31,7 @@ from ckpt.plan.reads import common_box
 from ckpt.plan.transfers import Share, TransferPlan, Want, plan_transfers, wanted_digest
 from ckpt.plan.views import LogicalTensor, ViewPiece
 from ckpt.state.targets import Binding
-from ckpt.state.tensors import LocalShard, LocalTensor, copy_long, raw_view, reads_otherwise
+from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwise
 
 from .holdings import LiveCatalog
 from .pull import piece_boxes
@@ -285,6 +285,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         row = values.shape[-1] * values.element_size() if values.dim() > 1 else 0
         # torch takes half as long again where not all rows lie together; but the C library copies rows of 1 or 2 KiB backwards.
         if into.is_cpu and values.is_cpu and torch.get_num_threads() == 1 and (values.is_contiguous() or not 1024 <= row <= 2048):
-            copy_long(into.numpy(), values.numpy())
+            np.copyto(into.numpy(), values.numpy())
         else:
             _ = into.copy_(values)

@@ -24,7 +24,6 @@ from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.tables import Joined, Table, join_tables
 from ckpt.plan.transfers import RequestList
 from ckpt.plan.views import LogicalTensor
-from ckpt.state.tensors import copy_long
 from ckpt.text import parse_json
 
 Rows = Callable[[Any, tuple[slice, ...]], npt.NDArray[np.generic]]
@@ -146,8 +145,7 @@ class Holdings:
                 continue
             rows = self.rows(memory, common.relative_to(part.offset).slices)
             target = np.frombuffer(out, dtype=rows.dtype).reshape(box.shape)
-            into = target if common == box else target[common.relative_to(box.offset).slices]
-            (copy_long if rows.nbytes > settings.COPY_STEP else np.copyto)(into, rows)
+            np.copyto(target if common == box else target[common.relative_to(box.offset).slices], rows)
             missing -= common.numel
             if not missing:
                 return

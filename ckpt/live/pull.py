@@ -25,7 +25,6 @@ from ckpt.net.shared_memory import ANNOUNCEMENT_BYTES, Announcement, AttachedPoo
 from ckpt.net.streams import ALIVE, IN_STREAM, RECORD, damaged
 from ckpt.net.wire import Address, dial
 from ckpt.plan.transfers import MOST_PIECE, RequestList, Share, TransferPlan
-from ckpt.state.tensors import copy_long
 from ckpt.telemetry.spans import Spans
 from ckpt.text import address_text
 
@@ -222,11 +221,11 @@ class PieceClient:
         slots = self._slots
         if slots is None or not slots.has(slot):
             raise FormatError(f"slot {slot} of memory that is not open", where=str(self.holder))
-        view = slots.data(slot)[:length].data
+        view = slots.data(slot).data[:length]
         self.transferred += length
         if self._room is not None:
             room = self._room(length)
-            copy_long(np.frombuffer(room, dtype=np.uint8), np.frombuffer(view, dtype=np.uint8))
+            room[:] = view
             view = room
         self._check(view, digest)
         place(view)

@@ -6,9 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from ckpt import settings
 from ckpt.dtypes import DTYPES, DType
 from ckpt.errors import LayoutError, StateError
 from ckpt.plan.layout.geometry import Box
@@ -26,7 +23,6 @@ DIMENSIONS = 31
 """Of a tensor of a state: arrays of numpy have 32 at most, and cells of grids need one more."""
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -57,19 +53,6 @@ def _bytes_view(tensor: torch.Tensor) -> memoryview:
 def raw_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, shape and strides under a plain dtype of the same item size. Not for views that conjugate or negate."""
     return tensor.view(lazy.RAW[tensor.element_size()])
-
-
-def copy_long(into: npt.NDArray[np.generic], values: npt.NDArray[np.generic]) -> None:
-    """``np.copyto`` of the same dtype; bytes that lie together in steps of ``COPY_STEP``."""
-    if into.flags.c_contiguous and values.flags.c_contiguous:
-        into, values = into.reshape(-1).view(np.uint8), values.reshape(-1).view(np.uint8)
-        both = 2 * settings.COPY_STEP
-        whole = len(into) // both * both
-        for turn in range(2):  # neighbours would be one copy; and each call waits for the interpreter's lock
-            steps, given = (each[:whole].reshape(-1, 2, settings.COPY_STEP)[:, turn] for each in (into, values))
-            np.copyto(steps, given)
-        into, values = into[whole:], values[whole:]
-    np.copyto(into, values)
 
 
 def writable_bytes(tensor: torch.Tensor) -> memoryview | None:

@@ -25,7 +25,7 @@ from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
 from ckpt.plan.reads import RangeGroup, common_box, group_ranges
 from ckpt.state import lazy
-from ckpt.state.tensors import LocalShard, LocalTensor, copy_long, raw_view, reads_otherwise, torch_dtype
+from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -190,8 +190,8 @@ def copy_box(stored: Stored, box: Box, target: LocalTensor) -> None:
     strides = row_major_strides(stored.box.shape)
     element = sum((o - b) * s for o, b, s in zip(box.offset, stored.box.offset, strides, strict=True)) - stored.start // size
     if stored.dtype == target.info.dtype and (rows := _rows(box, target)) is not None:
-        values = np.ndarray(box.shape, rows.dtype, stored.data, element * size, tuple(s * size for s in strides))
-        (copy_long if rows.nbytes > settings.COPY_STEP else np.copyto)(rows, values)
+        raw = rows.dtype
+        np.copyto(rows, np.ndarray(box.shape, raw, stored.data, element * size, tuple(s * size for s in strides)))
         return
     memory = target.view(box)
     same = stored.dtype == target.info.dtype and not reads_otherwise(memory)
