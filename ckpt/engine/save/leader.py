@@ -157,9 +157,9 @@ class Leader:
             self.branches = self.options.branches()
         self.backend.prepare()
         self.previous = read_record(self.backend)
+        first, url = self.previous is None and self.options.branches is None, self.backend.url
         # On an object store a look is a request, which what is named as a step does without.
-        looks = is_file_system(self.backend.url) or not _STEP.fullmatch(self.backend.url.rpartition("/")[2])
-        if looks and self.previous is None and self.options.branches is None:
+        if first and (is_file_system(url) or not _STEP.fullmatch(url.rpartition("/")[2])):
             check_no_run(self.backend)
         self.replaced = id_replaced(self.previous, self.call.url)
         earlier = None if self.options.earlier is None else self.options.earlier(self.replaced)
