@@ -73,7 +73,7 @@ def pad(cell: str, columns: int, *, right: bool) -> str:
 #
 # 1. Columns of free text (head ``~``) wrap onto further lines below their row; they need at least ``_NARROWEST`` columns.
 # 2. Other columns on the left side, names and URLs, lose their middle: ``model.layers.0…wq.weight``. The widest loses first.
-#    Pipes and files get each name whole: one that is wider than its column ends the line, and the row goes on below it.
+#    In pipes and files no name is cut: after one that is wider than its column, the row continues on the next line.
 # 3. If numbers alone are too wide, the columns are dealt out over several tables below each other; each repeats the first column.
 #
 # Numbers are never cut.

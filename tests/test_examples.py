@@ -244,7 +244,7 @@ def test_what_went_wrong_elsewhere_is_refused_or_right() -> None:
         "accelerate_3996": "the next epoch with use(accelerator)",
     }
     command = [sys.executable, str(INCIDENTS), *outcomes]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [re.split("[:;\n]", text)[0] for text in re.split(r"^  ckpt \S+: ", done.stdout, flags=re.MULTILINE)[1:]] == [*outcomes.values()]
     assert "mended" not in done.stdout, done.stdout
