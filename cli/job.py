@@ -220,6 +220,8 @@ def advise(root: str, *, mtbf: str, output: Output) -> None:
     Example:
       ckpt advise runs/a --mtbf 6h
     """
+    from ckpt.formats.native.catalog import FORMAT
+    from ckpt.formats.registry import list_foreign
     from ckpt.policies.save import daly
     from ckpt.runs.report.history import read_history
     from ckpt.runs.step_listing import none_here
@@ -229,6 +231,9 @@ def advise(root: str, *, mtbf: str, output: Output) -> None:
         raise UsageError(f"--mtbf expects a time such as 6h, 1d12h, 90min or 30s, not {mtbf!r}", hint="--mtbf 6h")
     history = read_history(root)
     if not history.saves:
+        if set(list_foreign(root, ()).values()) - {FORMAT.name}:
+            hint = "name the directory that holds the steps of a run"
+            raise NotFoundError("only checkpoints of other formats are here, which record no durations", where=root, hint=hint)
         raise none_here(root)
     saves = [saved.summary for saved in history.saves if saved.summary is not None][-_RECENT:]
     if not saves:

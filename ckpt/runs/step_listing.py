@@ -230,6 +230,8 @@ def none_here(url: str) -> CkptError:
         if is_file_system(url) and os.path.isfile(real_url(url)):
             return NotFoundError("this file is not a checkpoint of a known format", where=url, hint="name a directory of checkpoints")
         return NotFoundError("nothing lies below this URL", where=url, hint="check the URL")
+    if is_of_checkpoint(names):
+        return NotFoundError("this is one checkpoint, not a run", where=url, hint="name the directory above it")
     runs = runs_below(url, names)
     hint = f"name one of the runs below: {some_runs(runs)}" if runs else "name the directory that holds the steps"
     return NotFoundError("this is neither a run nor a checkpoint", where=url, hint=hint)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli.main import cli
@@ -157,6 +158,12 @@ def test_what_cannot_be_advised(tmp_path: Path) -> None:
     write_checkpoint(str(tmp_path / "step-1"), sample())
     result = advise(tmp_path, "--mtbf", "6h")
     assert result.exit_code == 10 and "the durations of this run's saves are not recorded" in result.stderr
+    result = advise(tmp_path / "step-1", "--mtbf", "6h")
+    assert result.exit_code == 10 and "this is one checkpoint, not a run" in result.stderr
+    (tmp_path / "hf").mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "hf" / "model.safetensors")
+    result = advise(tmp_path / "hf", "--mtbf", "6h")
+    assert result.exit_code == 10 and "only checkpoints of other formats are here" in result.stderr
     for wrong in ("soon", "0", "-3h"):
         assert advise(tmp_path, f"--mtbf={wrong}").exit_code == 2
     assert advise(tmp_path).exit_code == 2
