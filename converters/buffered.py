@@ -17,18 +17,15 @@ import torch
 
 from ckpt.catalog import Catalog
 from ckpt.concurrency import Pending, run_tasks
-from ckpt.dtypes import DTYPES
 from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.formats.native.codecs import CHUNK_LIMIT
 from ckpt.formats.native.commit import CODED as ENCODED
 from ckpt.formats.native.commit import VIRTUAL
 from ckpt.io_backends.protocol import Backend
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.reads import group_sorted
 from ckpt.plan.views import LogicalTensor, ViewPiece
-from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, torch_dtype
+from ckpt.state.tensors import raw_view, torch_dtype
 
 from .selection import Computed, OutputSet, seams_of
 from .target import PAGE, FileItem, FileSegment, slabs, windows
@@ -58,10 +55,8 @@ def _jobs(catalog: Catalog, part: ViewBox) -> Iterator[TensorLoad]:
         raw_view(part.memory).zero_()
     for piece in pieces:
         entry = catalog.tensors[piece.source]
-        dtype = DTYPES[str(part.memory.dtype).removeprefix("torch.")]
-        info = TensorSpec(entry.name, dtype, entry.shape, TensorLayout.replicated((0,)), entry.logical)
-        local = LocalShard(piece.part, in_stored_order(piece, part.memory[piece.box.relative_to(part.box.offset).slices]))
-        yield TensorLoad(target=LocalTensor(info, [local], entry.name), entry=entry)
+        memory = part.memory[piece.box.relative_to(part.box.offset).slices]
+        yield TensorLoad.of_box(entry, piece.part, in_stored_order(piece, memory))
 
 
 def in_stored_order(piece: ViewPiece, memory: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
+from ckpt import settings
 from ckpt.catalog import Catalog, TensorEntry, job_tensors
 from ckpt.errors import NamesError, NotFoundError, UsageError
 from ckpt.plan import tree
@@ -15,7 +15,7 @@ from ckpt.plan.layout.geometry import Box
 if TYPE_CHECKING:
     import torch
 
-    from ckpt.plan.layout.tensor_layout import TensorLayout
+    from ckpt.engine.load.reader import TensorLoad
 
 
 class StoredTensor:
@@ -148,6 +148,36 @@ class View(Mapping[str, StoredTensor]):
         return f"View({self.url!r}, {len(self)} tensors)"
 
 
+def with_tensors(value: Any, tensor: Callable[[StoredTensor], Any]) -> Any:
+    """A value of :meth:`View.state` with what ``tensor`` gives for each stored one; dicts without what each rank saved for itself."""
+    if isinstance(value, StoredTensor):
+        return tensor(value)
+    if isinstance(value, dict):
+        return {k: with_tensors(v, tensor) for k, v in value.items() if not isinstance(v, StoredPerRank)}
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(v, tensor) for v in value)
+    return value
+
+
+def read_state(view: View, *, threads: int | None = None) -> Any:
+    """The state as it was saved, with all tensors in host memory, read together."""
+    from ckpt.engine.load.reader import Reader, TensorLoad
+    from ckpt.formats.native.catalog import replacement_noticed
+    from ckpt.state import lazy
+
+    loads: list[TensorLoad] = []
+
+    def memory_of(stored: StoredTensor) -> torch.Tensor:
+        memory = lazy.torch.empty(stored.shape, dtype=stored.dtype)
+        loads.append(TensorLoad.of_box(stored._entry, Box.whole(stored.shape), memory))
+        return memory
+
+    state = with_tensors(view.state(), memory_of)
+    with replacement_noticed(view._catalog):
+        Reader(view._catalog, threads=settings.threads(threads)).load(loads)
+    return state
+
+
 class StoredPerRank:
     """Stands in :meth:`View.state` for a ``PerRank`` object; its values come from :meth:`View.per_rank`."""
 
@@ -223,24 +253,13 @@ def _box_of(key: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read(catalog: Catalog, entry: TensorEntry, box: Box) -> torch.Tensor:
-    from ckpt import settings
     from ckpt.engine.load.reader import Reader, TensorLoad
     from ckpt.formats.native.catalog import replacement_noticed
-    from ckpt.plan.ownership import TensorSpec
     from ckpt.state import lazy
-    from ckpt.state.tensors import LocalShard, LocalTensor, torch_dtype
+    from ckpt.state.tensors import torch_dtype
 
     with replacement_noticed(catalog):
         catalog.extents(entry, entry.grid.overlapping(box))  # the bytes are there: before memory for them is asked for
         memory = lazy.torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
-        info = TensorSpec(entry.name, entry.dtype, entry.shape, _one_rank(), entry.logical)
-        target = LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name)
-        Reader(catalog, threads=settings.threads(None)).load([TensorLoad(target, entry)])
+        Reader(catalog, threads=settings.threads(None)).load([TensorLoad.of_box(entry, box, memory)])
     return memory
-
-
-@cache
-def _one_rank() -> TensorLayout:
-    from ckpt.plan.layout.tensor_layout import TensorLayout
-
-    return TensorLayout.replicated((0,))

@@ -51,7 +51,7 @@ from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.plan import WriteOptions, plan_assigned
 from ckpt.engine.save.tensor_source import ChunkSource
 from ckpt.engine.save.writer import EncodedWriter, RankWriter
-from ckpt.engine.view import StoredPerRank, StoredTensor, View
+from ckpt.engine.view import StoredTensor, View, with_tensors
 from ckpt.errors import ConflictError, ConsistencyError, LayoutError, NamesError, ShapeError, StateError, UsageError
 from ckpt.formats.native.catalog import replacement_noticed
 from ckpt.formats.native.codecs import check_choice
@@ -67,8 +67,6 @@ from ckpt.plan.tables import Joined
 from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
 from ckpt.telemetry.spans import SaveMeter, Spans
 from ckpt.text import url_text
-
-from .reading import job
 
 # The reading half of :mod:`ckpt.integrations.dcp`.
 
@@ -169,7 +167,7 @@ class CkptReader(StorageReader):
                 where=f"tensor {name}",
                 hint="CkptReader(url, cast=True) converts",
             )
-        return job(entry, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
+        return TensorLoad.of_box(entry, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
 
     def _set(self, item: ReadItem, planner: LoadPlanner, known: _Known) -> None:
         name = item.storage_index.fqn
@@ -193,10 +191,16 @@ class CkptReader(StorageReader):
 def _know(catalog: Catalog) -> _Known:
     view = View(catalog)
     names: dict[int, str] = {}
-    state = _with_placeholders(view.state() if catalog.state is not None else {}, names)
-    flat, paths = flatten_state_dict(state)
+
+    def placeholder(stored: StoredTensor) -> torch.Tensor:
+        """An empty tensor, whose stored name goes to ``names``."""
+        made = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        names[id(made)] = stored.name
+        return made
+
+    flat, paths = flatten_state_dict(with_tensors(view.state(), placeholder) if catalog.state is not None else {})
     for name in catalog.tensors.keys() - set(names.values()):  # of a catalog without a state, or of one rank
-        flat[name], paths[name] = _placeholder(view[name], names), (name,)
+        flat[name], paths[name] = placeholder(view[name]), (name,)
     tensors = {name: names[id(value)] for name, value in flat.items() if id(value) in names}
     values = {name: value for name, value in flat.items() if id(value) not in names}
     metadata: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -206,23 +210,6 @@ def _know(catalog: Catalog) -> _Known:
             chunk = ChunkStorageMetadata(offsets=torch.Size([0] * value.ndim), sizes=value.size())
             metadata[name] = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.size(), [chunk])
     return _Known(catalog=catalog, metadata=Metadata(metadata, planner_data=paths), tensors=tensors, values=values)
-
-
-def _with_placeholders(value: Any, names: dict[int, str]) -> Any:
-    """The state with an empty tensor in place of each stored one, whose name goes to ``names``; without what is there per rank."""
-    if isinstance(value, StoredTensor):
-        return _placeholder(value, names)
-    if isinstance(value, dict):
-        return {k: _with_placeholders(v, names) for k, v in value.items() if not isinstance(v, StoredPerRank)}
-    if type(value) in (list, tuple):
-        return type(value)(_with_placeholders(v, names) for v in value)
-    return value
-
-
-def _placeholder(stored: StoredTensor, names: dict[int, str]) -> torch.Tensor:
-    made = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-    names[id(made)] = stored.name
-    return made
 
 
 __all__ = ["CkptReader", "CkptWriter"]

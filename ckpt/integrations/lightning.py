@@ -19,16 +19,19 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ckpt.api import load, save, save_async
+from ckpt.api import open as open_view
 from ckpt.engine.save.background import start_save
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
+from ckpt.engine.view import read_state
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import configure_storage
 from ckpt.needs import needed
 from ckpt.net.group import Group, Job
 from ckpt.runs.removal import remove_at
+from ckpt.state.walk import ReceivedState
 
-from .reading import BackgroundSave, read_state
+from .reading import BackgroundSave
 
 with needed("lightning", "lightning"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -56,7 +59,7 @@ def load_from_checkpoint(
         CkptError: there is no checkpoint, or it is damaged.
     """
     file = io.BytesIO()
-    torch.save(read_state(os.fspath(url)), file)
+    torch.save(read_state(open_view(url)), file)
     file.seek(0)
     loaded: Loadable = cls.load_from_checkpoint(  # type: ignore[attr-defined]
         file, map_location=map_location, hparams_file=hparams_file, strict=strict, weights_only=False, **arguments
@@ -102,7 +105,7 @@ class CkptIO(BackgroundSave, CheckpointIO):
         if not isinstance(map_location, str | torch.device | None):
             raise UsageError(f"map_location must be a device, not {type(map_location).__name__}")
         self.wait()
-        state: dict[str, Any] = read_state(os.fspath(path))
+        state: dict[str, Any] = read_state(open_view(path), threads=self._options.threads)
         if map_location is None:
             return state
         moved: dict[str, Any] = tree_map_only(torch.Tensor, lambda t: t.to(map_location), state)
@@ -195,10 +198,11 @@ class _ShardedCheckpoints(BackgroundSave):
         self.wait()
         url = os.fspath(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        state = self._live(optimizers=fitting)
-        load(url, state, only=[f"{name}.*" for name in state], strict=self.lightning_module.strict_loading)
-        rest: dict[str, Any] = read_state(url, key="trainer")
-        return rest
+        state, rest = self._live(optimizers=fitting), ReceivedState()
+        only = [*(f"{name}.*" for name in state), "trainer*"]
+        load(url, {**state, "trainer": rest}, only=only, strict=self.lightning_module.strict_loading)
+        trainer: dict[str, Any] = rest.value
+        return trainer
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001  Lightning's
         """Nothing: ``load_checkpoint`` has done it."""

@@ -1,4 +1,4 @@
-"""Reading for libraries that want tensors of their own filled, a whole checkpoint in host memory, or versions of a live state."""
+"""What the integrations of live states share: a rank by itself, and waiting for a step."""
 
 from __future__ import annotations
 
@@ -6,69 +6,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 import torch.distributed as dist
 
-from ckpt import settings
 from ckpt.api import load, save_async
-from ckpt.api import open as open_view
-from ckpt.catalog import TensorEntry
 from ckpt.concurrency import Pending
-from ckpt.engine.load.reader import Reader, TensorLoad
 from ckpt.engine.save.background import SaveHandle
 from ckpt.engine.save.options import SaveArguments
-from ckpt.engine.view import StoredPerRank, StoredTensor
 from ckpt.errors import UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.net.endpoints import own_addresses
-from ckpt.plan.layout.geometry import Box
-from ckpt.plan.layout.tensor_layout import TensorLayout
-from ckpt.plan.ownership import TensorSpec
 from ckpt.runs.checkpointer import Checkpointer, job_of
-from ckpt.state.tensors import LocalShard, LocalTensor, dtype_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ckpt.live import Version
     from ckpt.telemetry.progress import ProgressCallback
-
-
-_HERE = TensorLayout.replicated((0,))
-
-
-def job(entry: TensorEntry, box: Box, memory: torch.Tensor) -> TensorLoad:
-    """Read ``box`` of a stored tensor into ``memory``, which has its shape."""
-    info = TensorSpec(entry.name, dtype_of(memory, entry.name), entry.shape, _HERE, entry.logical)
-    return TensorLoad(target=LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry=entry)
-
-
-def read_state(url: str, *, threads: int | None = None, key: str | None = None) -> Any:
-    """The state as it was saved: nested values with tensors in host memory. What each rank saved for itself is None. ``key``: only what is
-    below it.
-    """
-    view = open_view(url)
-    catalog, jobs = view._catalog, []
-
-    def filled(value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            memory = torch.empty(value.shape, dtype=value.dtype)
-            jobs.append(job(catalog.tensors[value.name], Box.whole(value.shape), memory))
-            return memory
-        if isinstance(value, dict):
-            return {k: filled(v) for k, v in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(map(filled, value))
-        return None if isinstance(value, StoredPerRank) else value
-
-    state = filled(view.state() if key is None else view.state()[key])
-    reader = Reader(catalog=catalog, verify="full", threads=settings.threads(threads))
-    reader.load(jobs)
-    return state
-
-
-# What the integrations of live states share: a rank by itself, and waiting for a step.
 
 
 class Taker(Protocol):

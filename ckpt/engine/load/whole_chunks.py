@@ -20,9 +20,11 @@ import numpy.typing as npt
 
 from ckpt import settings
 from ckpt.catalog import Catalog, Extent, Grid, TensorEntry
-from ckpt.dtypes import DType
+from ckpt.dtypes import DTYPES, DType
 from ckpt.engine.digest_reader import ChunkName, DigestReader
 from ckpt.plan.layout.geometry import Box, row_major_strides
+from ckpt.plan.layout.tensor_layout import TensorLayout
+from ckpt.plan.ownership import TensorSpec
 from ckpt.plan.reads import RangeGroup, common_box, group_ranges
 from ckpt.state import lazy
 from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwise, torch_dtype
@@ -30,6 +32,7 @@ from ckpt.state.tensors import LocalShard, LocalTensor, raw_view, reads_otherwis
 if TYPE_CHECKING:
     import torch
 
+_HERE = TensorLayout.replicated((0,))
 SLICE = 256
 """Chunks that are looked up between two signs of life."""
 
@@ -39,6 +42,12 @@ class TensorLoad(NamedTuple):
 
     target: LocalTensor
     entry: TensorEntry
+
+    @classmethod
+    def of_box(cls, entry: TensorEntry, box: Box, memory: torch.Tensor) -> TensorLoad:
+        """Load ``box`` of ``entry`` into ``memory``, which has its shape."""
+        info = TensorSpec(entry.name, DTYPES[str(memory.dtype).removeprefix("torch.")], entry.shape, _HERE, entry.logical)
+        return cls(LocalTensor(info, [LocalShard(box, memory)] if box.numel else [], entry.name), entry)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
