@@ -1,12 +1,9 @@
-"""What the integrations of live states share: a rank by itself, and waiting for a step."""
+"""What integrations share."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from ckpt.api import load, save_async
 from ckpt.concurrency import Pending
@@ -15,55 +12,10 @@ from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.net.endpoints import own_addresses
 from ckpt.runs.checkpointer import Checkpointer, job_of
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from ckpt.live import Version
-    from ckpt.telemetry.progress import ProgressCallback
-
-
-class Taker(Protocol):
-    """A ``ckpt.live.Sink`` or an ``EngineSink``."""
-
-    def take(
-        self, newer_than: Version | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None
-    ) -> Version: ...
-
-
-def take_step(
-    sink: Taker,
-    step: int | None,
-    timeout: float | None = None,
-    *,
-    newer_than: Version | None = None,
-    progress: bool | ProgressCallback | None = None,
-) -> Version:
-    """Take versions newer than ``newer_than`` until one is of ``step`` or a later one: engines' requests name steps. None: the next one.
-
-    ``timeout``: seconds for all of it; None: for each version what the sink waits by default. Raises as ``take``.
-    """
-    end = None if timeout is None else time.monotonic() + timeout
-    version = sink.take(newer_than, timeout, progress=progress)
-    while step is not None and version.step < step:
-        version = sink.take(version, None if end is None else max(0.0, end - time.monotonic()), progress=progress)
-    return version
-
-
-def group_of_one() -> ProcessGroup | None:
-    """A process group of this rank alone, which no other rank has to hear of; None where torch.distributed is not in use."""
-    if not dist.is_initialized():
-        return None
-    group: ProcessGroup = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    return group
-
-
-def own_address(name: str) -> str:
-    """Where a source of this machine may listen: any free port of the interface that others reach (``CKPT_SOCKET_IFNAME``)."""
-    host = own_addresses(None)[0]
-    return f"tcp://{f'[{host}]' if ':' in host else host}:0/{name}"
+    pass
 
 
 # What integrations share whose library has no hook: methods of its object are replaced.

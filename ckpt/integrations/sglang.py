@@ -25,12 +25,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ckpt.errors import UsageError
 from ckpt.integrations.engines.loading import OPTIONS
+from ckpt.live.sink import take_step
 from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job
 from ckpt.text import parse_object
 
 from .engines import EngineCheckpoint, EngineSink
-from .reading import take_step
 
 log = logging.getLogger("ckpt")
 

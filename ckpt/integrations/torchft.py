@@ -14,11 +14,11 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from ckpt.errors import ConflictError
 from ckpt.live import Sink, Source
-from ckpt.net.group import Job
+from ckpt.live.control import own_address
+from ckpt.live.sink import take_step
+from ckpt.net.group import Job, group_of_one
 from ckpt.state.dtensor import is_dtensor
 from ckpt.state.walk import ReceivedState
-
-from .reading import group_of_one, own_address, take_step
 
 T = TypeVar("T")
 

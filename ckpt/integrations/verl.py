@@ -15,10 +15,10 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 
 from ckpt.errors import UsageError
 from ckpt.live import Sink, Source, Version
-from ckpt.net.group import Job
+from ckpt.live.control import own_address
+from ckpt.live.sink import take_step
+from ckpt.net.group import Job, group_of_one
 from ckpt.state.walk import ReceivedState
-
-from .reading import group_of_one, own_address, take_step
 
 
 @CheckpointEngineRegistry.register("ckpt")

@@ -18,11 +18,11 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from ckpt.errors import UsageError
+from ckpt.live.sink import take_step
 from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job
 
 from .engines import EngineCheckpoint, EngineSink
-from .reading import take_step
 
 
 @dataclass

@@ -33,7 +33,7 @@ from ckpt.errors import (
     error_to_json,
 )
 from ckpt.net.channel import Row
-from ckpt.net.endpoints import close_when_forked, interface_addresses, is_loopback
+from ckpt.net.endpoints import close_when_forked, interface_addresses, is_loopback, own_addresses
 from ckpt.net.wire import Channel, dial, receive, record, send
 from ckpt.nodes.memory_connection import check_private, write_private
 from ckpt.text import address_text
@@ -78,6 +78,11 @@ def with_port(address: str, port: socket.socket) -> str:
     """The address with the port that it really is."""
     host, _, name = split_address(address)
     return f"tcp://{address_text(host, port.getsockname()[1])}/{name}"
+
+
+def own_address(name: str) -> str:
+    """Where a source of this machine may listen: any free port of the interface that others reach (``CKPT_SOCKET_IFNAME``)."""
+    return f"tcp://{address_text(own_addresses(None)[0], 0)}/{name}"
 
 
 def _reached_at(address: str, end: float, alive: Callable[[], None]) -> list[tuple[str, int]]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -373,3 +373,30 @@ class Sink:
             setters = accept(matched.fit)
             job.call.agree({}, nothing)
         return setters
+
+
+class Taker(Protocol):
+    """A :class:`Sink`, or what takes by one."""
+
+    def take(
+        self, newer_than: Version | None = None, timeout: float | None = None, *, progress: bool | ProgressCallback | None = None
+    ) -> Version: ...
+
+
+def take_step(
+    sink: Taker,
+    step: int | None,
+    timeout: float | None = None,
+    *,
+    newer_than: Version | None = None,
+    progress: bool | ProgressCallback | None = None,
+) -> Version:
+    """Take versions newer than ``newer_than`` until one is of ``step`` or a later one: engines' requests name steps. None: the next one.
+
+    ``timeout``: seconds for all of it; None: for each version what the sink waits by default. Raises as ``take``.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    version = sink.take(newer_than, timeout, progress=progress)
+    while step is not None and version.step < step:
+        version = sink.take(version, None if end is None else max(0.0, end - time.monotonic()), progress=progress)
+    return version

@@ -171,6 +171,15 @@ def group_of(job: object) -> Group:
     return known
 
 
+def group_of_one() -> ProcessGroup | None:
+    """A process group of this rank alone, which no other rank has to hear of; None where torch.distributed is not in use."""
+    dist: Any = sys.modules.get("torch.distributed")
+    if not getattr(dist, "is_initialized", bool)():
+        return None
+    group: ProcessGroup = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    return group
+
+
 # The processes that a launcher started to do one thing together, without ``torch.distributed``: torchrun, srun, or whoever sets RANK,
 # WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Torch is imported when they connect.
 

@@ -22,8 +22,8 @@ from torch import Tensor
 import ckpt
 from ckpt.errors import CkptError, ConflictError, CoverageError, DeadlineError, RankFailedError, StateError, TornError, UsageError
 from ckpt.integrations.engines import EngineSink
-from ckpt.integrations.reading import take_step
 from ckpt.live import Source
+from ckpt.live.sink import take_step
 from tests.distributed.ranks import Ranks
 from tests.integrations import engine_stubs
 from tests.integrations.engine_zoo import Sizes, Tp, ZooModel
