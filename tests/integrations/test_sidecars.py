@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +16,7 @@ import ckpt
 from ckpt.errors import NoSpaceError
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.runs.removal import remove_at
-
-if TYPE_CHECKING:
-    from ckpt.integrations.transformers import Sidecars
-
-
-def sidecars_of(root: str) -> Sidecars:
-    from ckpt.integrations.transformers import Sidecars  # which takes seconds: every worker of the tests imports this module
-
-    return Sidecars(root)
+from ckpt.runs.sidecars import Sidecars
 
 
 def files(text: str) -> Callable[[str], object]:
@@ -45,7 +37,7 @@ def done(error: Exception | None = None) -> Future[Any]:
 @pytest.mark.parametrize("remote", [False, True])
 def test_they_come_and_go_with_the_checkpoint(tmp_path: Path, remote: bool) -> None:
     root = f"inprocess://{uuid.uuid4().hex}" if remote else str(tmp_path / "run")
-    backend, sidecars = open_backend(root), sidecars_of(root)
+    backend, sidecars = open_backend(root), Sidecars(root)
 
     def beside(step: str) -> set[str]:
         return {entry.path for entry in backend.list_prefix(f"{step}/") if entry.path.endswith(("config.json", "adapter.bin"))}
@@ -70,7 +62,7 @@ def test_a_folder_that_a_killed_process_left_goes_and_files_of_others_stay(tmp_p
     (tmp_path / "step-00000007").mkdir()
     for name in ("config.json", "mine.txt"):
         (tmp_path / "step-00000007" / name).write_text("mine")
-    sidecars = sidecars_of(str(tmp_path))
+    sidecars = Sidecars(str(tmp_path))
     sidecars.put("step-00000008", files("x"), done())
     sidecars.wait()
     assert not (tmp_path / ".sidecars-abc").exists()
@@ -81,7 +73,7 @@ def test_a_folder_that_a_killed_process_left_goes_and_files_of_others_stay(tmp_p
 
 
 def test_after_a_failure_the_next_ones_come_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sidecars = sidecars_of(str(tmp_path))
+    sidecars = Sidecars(str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         sidecars.put("step-00000001", files("one"), done())
