@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import iter_modules
 from typing import Any
 
+from ckpt.errors import UsageError
 from ckpt.needs import plugin
 
 OWN = frozenset(module.name for module in iter_modules(__path__))
@@ -18,3 +20,27 @@ def __getattr__(name: str) -> Any:
     if given is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return given
+
+
+# What integrations share whose library has no hook: methods of its object are replaced.
+
+
+def replace_methods(of: Any, adapter: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Have methods of a library's object be those of ``adapter``, which have no underscore in front. Gives the object's own."""
+    own = {name: getattr(of, name) for name in names}
+    for name in names:
+        setattr(of, name, getattr(adapter, name.removeprefix("_")))
+    return own
+
+
+def refuse(integration: str, problems: Mapping[str, object]) -> None:
+    """Raise UsageError with the first of ``problems`` that there is."""
+    for what, is_so in problems.items():
+        if is_so:
+            raise UsageError(f"ckpt.integrations.{integration} does not go with {what}")
+
+
+def refuse_arguments(given: Iterable[str]) -> None:
+    """Raise UsageError for the first argument of a library's method that a save or load of ckpt does not have."""
+    for name in given:
+        raise UsageError(f"the argument {name!r} is not one of this method", hint="give options of ckpt to use()")

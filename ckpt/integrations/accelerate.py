@@ -19,10 +19,11 @@ from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.runs.checkpointer import job_of
+from ckpt.runs.named_run import NamedRun
 from ckpt.text import url_text
 from ckpt.training import Generators, LoaderState
 
-from .reading import NamedRun, refuse, refuse_arguments, replace_methods
+from . import refuse, refuse_arguments, replace_methods
 
 with needed("accelerate", "accelerate"):
     from accelerate import Accelerator

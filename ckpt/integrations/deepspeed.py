@@ -20,10 +20,11 @@ from ckpt.errors import UsageError
 from ckpt.io_backends.registry import join_url
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy
+from ckpt.runs.named_run import NamedRun
 from ckpt.state.walk import ReceivedState
 from ckpt.text import url_text
 
-from .reading import NamedRun, replace_methods
+from . import replace_methods
 
 with needed("deepspeed", "deepspeed"):
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from ckpt.api import load, save, save_async
 from ckpt.api import open as open_view
-from ckpt.engine.save.background import start_save
+from ckpt.engine.save.background import BackgroundSave, start_save
 from ckpt.engine.save.options import SaveOptions
 from ckpt.engine.save.save import save_state
 from ckpt.engine.view import read_state
@@ -30,8 +30,6 @@ from ckpt.needs import needed
 from ckpt.net.group import Group, Job
 from ckpt.runs.removal import remove_at
 from ckpt.state.walk import ReceivedState
-
-from .reading import BackgroundSave
 
 with needed("lightning", "lightning"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO

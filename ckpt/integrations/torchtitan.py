@@ -23,11 +23,9 @@ from ckpt.formats.native.paths import step_number
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, EverySteps, Latest
-from ckpt.runs.checkpointer import Checkpointer, job_of
+from ckpt.runs.checkpointer import Checkpointer, agreed_latest, job_of
 from ckpt.state.collect import Fenced
 from ckpt.state.walk import PerRank
-
-from .reading import agreed_latest
 
 with needed("torchtitan", "torchtitan"):
     from torchtitan.components import checkpoint

@@ -29,14 +29,14 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import open_backend, real_url
 from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy, StepInfo
-from ckpt.runs.checkpointer import Checkpointer
+from ckpt.runs.checkpointer import Checkpointer, agreed_latest
 from ckpt.runs.save_schedule import FailedSaves
 from ckpt.runs.sidecars import Sidecars
 from ckpt.runs.step_listing import step_name
 from ckpt.text import url_text
 from ckpt.training import Generators
 
-from .reading import agreed_latest, refuse, replace_methods
+from . import refuse, replace_methods
 
 with needed("transformers", "transformers"):
     from transformers import Trainer, TrainerCallback

@@ -23,6 +23,7 @@ from verl.utils.checkpoint.checkpoint_manager import get_checkpoint_tracker_file
 
 from ckpt.api import load, save_async
 from ckpt.concurrency import Pending
+from ckpt.engine.save.background import BackgroundSave
 from ckpt.errors import UsageError
 from ckpt.formats.fsdp import FORMAT_NAME
 from ckpt.formats.registry import find_format
@@ -30,8 +31,6 @@ from ckpt.io_backends.registry import join_url
 from ckpt.needs import warn_if_untried
 from ckpt.runs.removal import remove_at
 from ckpt.training import Generators
-
-from .reading import BackgroundSave
 
 if TYPE_CHECKING:
     from ckpt.engine.save.background import SaveHandle

@@ -692,3 +692,11 @@ def _raise(error: BaseException | None) -> None:
 def job_of(checkpointer: Checkpointer) -> tuple[Group, float]:
     """The ranks that save together, and for how long they wait for each other; for the adapters of trainers."""
     return checkpointer._group, checkpointer._timeout
+
+
+def agreed_latest(checkpointer: Checkpointer) -> int | None:
+    """The newest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
+    group, timeout = job_of(checkpointer)
+    call = group.call("latest", checkpointer.root, timeout)
+    latest = call.map_reduce("latest", dict, lambda rows: checkpointer.latest)
+    return None if latest is None else int(latest)

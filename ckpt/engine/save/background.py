@@ -215,6 +215,22 @@ class SaveHandle:
             self.durable.set_result(committed.report)
 
 
+class BackgroundSave:
+    """What saves in the background, and waits for it."""
+
+    _saving: SaveHandle | Pending[None] | None = None
+
+    def wait(self) -> None:
+        """Wait for the save in the background.
+
+        Raises:
+            CkptError: it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+
+
 def stats_of(handle: SaveHandle) -> BackgroundStats:
     """What a save costs and how it goes."""
     return handle._stats

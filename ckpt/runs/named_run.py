@@ -1,61 +1,18 @@
-"""What integrations share."""
+"""A run whose steps lie where another library would have put them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ckpt.api import load, save_async
-from ckpt.concurrency import Pending
 from ckpt.engine.save.background import SaveHandle
 from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import join_url, open_backend
-from ckpt.runs.checkpointer import Checkpointer, job_of
 
-if TYPE_CHECKING:
-    pass
-
-
-# What integrations share whose library has no hook: methods of its object are replaced.
-
-
-def replace_methods(of: Any, adapter: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Have methods of a library's object be those of ``adapter``, which have no underscore in front. Gives the object's own."""
-    own = {name: getattr(of, name) for name in names}
-    for name in names:
-        setattr(of, name, getattr(adapter, name.removeprefix("_")))
-    return own
-
-
-def refuse(integration: str, problems: Mapping[str, object]) -> None:
-    """Raise UsageError with the first of ``problems`` that there is."""
-    for what, is_so in problems.items():
-        if is_so:
-            raise UsageError(f"ckpt.integrations.{integration} does not go with {what}")
-
-
-def refuse_arguments(given: Iterable[str]) -> None:
-    """Raise UsageError for the first argument of a library's method that a save or load of ckpt does not have."""
-    for name in given:
-        raise UsageError(f"the argument {name!r} is not one of this method", hint="give options of ckpt to use()")
-
-
-class BackgroundSave:
-    """What saves in the background, and waits for it."""
-
-    _saving: SaveHandle | Pending[None] | None = None
-
-    def wait(self) -> None:
-        """Wait for the save in the background.
-
-        Raises:
-            CkptError: it failed.
-        """
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.result()
+from .checkpointer import Checkpointer, job_of
 
 
 class NamedRun(Checkpointer):
@@ -99,14 +56,3 @@ class NamedRun(Checkpointer):
         if handle is not None:
             handle.result()
         super().wait()
-
-
-# What all ranks have to see alike before they go different ways.
-
-
-def agreed_latest(checkpointer: Checkpointer) -> int | None:
-    """The newest committed step as the leading rank sees it; collective. Listings of shared storage may differ for a while."""
-    group, timeout = job_of(checkpointer)
-    call = group.call("latest", checkpointer.root, timeout)
-    latest = call.map_reduce("latest", dict, lambda rows: checkpointer.latest)
-    return None if latest is None else int(latest)
