@@ -361,13 +361,13 @@ def infos(steps: Sequence[Step], *, bases: bool = True, joint: Mapping[str, str]
             tags=frozenset(
                 [
                     *s.tags,
-                    *(f"used by {directory_name(v)}" for v in using.get(s.url, ()) if v.number is None),
+                    *(f"used by {directory_name(v)}" for v in (*using.get(s.url, ()), *over.get(s.url, ())) if v.number is None),
                     *(f"{directory_name(u)} may use it: its record or index cannot be read" for u in unsure if u is not s and s.reusable),
                     *([f"used by {joint[s.id]}"] if s.id is not None and s.id in joint else ()),
                 ]
             ),
             referred_by=tuple(v.number for v in using.get(s.url, ()) if v.number is not None),
-            base_of=tuple(over.get(s.url, ())),
+            base_of=tuple(v.number for v in over.get(s.url, ()) if v.number is not None),
             committed=s.committed,
             abandoned=s.abandoned is not None,
         )
@@ -387,24 +387,33 @@ def uses(step: Step, steps: Sequence[Step]) -> list[str]:
     ]
     parts = _parts(steps).get(step.url, ())
     if parts:
-        reasons.append(f"it has the rest of the state of {', '.join(f'step {n}' for n in parts)}, saved in part")
+        has = "may have" if any(s.number is None for s in (step, *parts)) else "has"
+        names = (directory_name(s) if s.number is None else f"step {s.number}" for s in parts)
+        reasons.append(f"it {has} the rest of the state of {', '.join(names)}, saved in part")
     return reasons
 
 
-def _parts(steps: Sequence[Step]) -> dict[str, list[int]]:
+def _parts(steps: Sequence[Step]) -> dict[str, list[Step]]:
     """The URL of a whole checkpoint → the steps after it, up to the next whole one, that are parts: with it a restart has all of the
-    state."""
-    over: dict[str, list[int]] = {}
+    state. A part that so has no base may need any whole one without a number; without a number itself, also the one saved last before."""
+    over: dict[str, dict[str, Step]] = {}
     numbered = sorted(((s.number, s) for s in steps if s.committed and s.number is not None), key=lambda item: item[0])
     live = [item for item in numbered if item[1].abandoned is None]
     for branch in (numbered, live) if len(live) < len(numbered) else (live,):
         base: Step | None = None
-        for number, s in branch:
+        for _, s in branch:
             if s.part is None:
                 base = s
-            elif base is not None and number not in over.setdefault(base.url, []):
-                over[base.url].append(number)
-    return over
+            elif base is not None:
+                over.setdefault(base.url, {})[s.url] = s
+    based = set().union(*over.values())
+    for s in steps:
+        if s.committed and s.part is not None and s.url not in based:
+            whole = [w for w in steps if w.committed and w.part is None]
+            before = [w for w in whole if s.number is None and (w.id or "") < (s.id or "")]
+            for w in [w for w in whole if w.number is None] + sorted(before, key=lambda w: w.id or "")[-1:]:
+                over.setdefault(w.url, {})[s.url] = s
+    return {url: [*parts.values()] for url, parts in over.items()}
 
 
 def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:

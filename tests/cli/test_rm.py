@@ -77,6 +77,20 @@ def test_a_whole_state_stays_as_long_as_a_part_needs_it(tmp_path: Path) -> None:
     assert run("rm", f"{tmp_path}/step-1", "--yes").exit_code == 0
 
 
+@pytest.mark.parametrize(("base", "part"), [("base", "step-2"), ("base", "adapter"), ("step-1", "adapter")])
+def test_so_does_one_where_a_number_is_missing(tmp_path: Path, base: str, part: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False), torch.nn.Linear(3, 2))
+    ckpt.save(tmp_path / base, {"model": model})
+    ckpt.save(tmp_path / part, {"model": model}, trainable=True)
+    ckpt.save(tmp_path / "step-9", {"model": model})
+    refused(f"{tmp_path}/{base}", 33, f"it may have the rest of the state of {part.replace('step-', 'step ')}, saved in part")
+    assert run("gc", tmp_path, "--keep", "latest=1", "--yes").exit_code == 0
+    assert {base, part} - {"step-2"} <= {path.name for path in tmp_path.iterdir()}
+    for name in {part, base} & {path.name for path in tmp_path.iterdir()}:
+        assert name == base or run("rm", f"{tmp_path}/{name}", "--yes").exit_code == 0
+    assert run("rm", f"{tmp_path}/{base}", "--yes").exit_code == 0
+
+
 def test_what_is_no_checkpoint_stays(tmp_path: Path) -> None:
     root = tmp_path / "run"
     ckpt.save(root / "step-1", {"x": torch.zeros(3)})
