@@ -302,7 +302,7 @@ class Conversion:
         if not self._whole(planned, self.record):
             return self._is_over(planned, self.record, alone=self.part[1] == 1)
         if not self.record.claim() and not (again and self.part[0] == 0):
-            return self._is_over(planned, self.record)
+            return self._is_over(planned, self.record, alone=self.part[1] == 1)
         # Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened
         try:
             check_source(self.chosen, self.digest, *self._options_digested)
@@ -323,7 +323,7 @@ class Conversion:
         if self.format.replaces and not lost and over and committed_id(self.backend) != record.id:
             lost = [COMMIT_PATH]
         if lost or not over:
-            message = f"somebody removed what this conversion wrote{': ' if lost else ''}{', '.join(lost[:1])}"
+            message = f"somebody removed what this conversion wrote: {lost[0]}" if lost else "another run of this conversion writes here"
             raise ConflictError(message, where=self.url, hint="look for another job or a clean-up there; the same command writes it again")
         return True
 

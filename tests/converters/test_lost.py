@@ -137,6 +137,18 @@ def test_two_that_finish_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert inside and same(url) and verify(url).ok and not list(Path(url).glob("convert*"))
 
 
+@pytest.mark.parametrize("to", ["native", "hf", "torch"])
+def test_one_that_another_run_finishes_is_not_done(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other has claimed the end and may be killed before the commit: so the first must not end as if all were there."""
+    source, url, done = str(tmp_path / "s"), str(tmp_path / "made"), ConversionJournal.done
+    ckpt.save(source, HELD)
+    monkeypatch.setattr(ConversionJournal, "done", lambda self, number: (done(self, number), self.claim()))
+    with pytest.raises(ConflictError, match="another run"):
+        convert(source, url, to)
+    monkeypatch.undo()
+    assert convert(source, url, to).finished and same(url)
+
+
 @pytest.mark.parametrize("to", ["native", "hf", "dcp"])
 def test_tasks_of_an_array_that_are_started_again(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, url = str(tmp_path / "s"), str(tmp_path / "made")
