@@ -294,9 +294,7 @@ def write(job: SaveJob, share: RankShare, writer: RankWriter) -> Row:
     if share.capture is not None:
         share.capture.result()
         job.beat()
-    row: Row = {"files": [[f.path, f.size, f.header, f.digest] for f in writer.files], "replicas": {}}
-    if isinstance(writer, EncodedWriter):
-        row["coded"] = len(writer.codecs)
+    row = writer.row()
     for extension in share.extensions:
         extension.written(row, writer)
     if not job.call.is_leader:

@@ -21,6 +21,7 @@ from ckpt.formats.native.codecs import WITHOUT_ANCHOR, encode, encode_difference
 from ckpt.formats.native.datafile import DataFilePlan, plan_coded_file
 from ckpt.formats.native.writer import WriteJournal
 from ckpt.io_backends.protocol import Backend, LentMemory, Writer
+from ckpt.net.channel import Row
 from ckpt.state import lazy
 from ckpt.telemetry.spans import SaveMeter, Spans
 
@@ -51,11 +52,11 @@ class RankWriter:
     position: int
     """Place of the rank among those that take part: what the checkpoint knows it by."""
     threads: int
-    meter: SaveMeter
-    spans: Spans
-    beat: Callable[[], None]
+    meter: SaveMeter = field(default_factory=SaveMeter)
+    spans: Spans = field(default_factory=partial(Spans, on=False))
+    beat: Callable[[], None] = lambda: None
     """Gives a sign of life."""
-    alive_while: Callable[[Callable[[], None], float], None]
+    alive_while: Callable[[Callable[[], None], float], None] = lambda work, seconds: work()
     """Gives them while something runs that cannot, for at most some seconds."""
     stage: StagedBatches | None = None
     """None if the state keeps still until the save is over."""
@@ -99,6 +100,10 @@ class RankWriter:
                     writer.abort()
             self.journal.discard()
             raise
+
+    def row(self) -> Row:
+        """What the leader has to know of the files."""
+        return {"files": [[f.path, f.size, f.header, f.digest] for f in self.files], "replicas": {}}
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         """Write one file, all but making it durable."""
@@ -218,6 +223,9 @@ class EncodedWriter(RankWriter):
         self.stored = [0] * len(self.plan.chunks)
         """XXH3-64 of each chunk as the file has it, by its number in the plan."""
         self._compared = {name for name, _ in self.plan.replicated}
+
+    def row(self) -> Row:
+        return super().row() | {"coded": len(self.codecs)}
 
     def _file(self, number: int) -> tuple[Writer, DataFilePlan, bytes]:
         group, batches = self.plan.groups[number], self.plan.batches[number]
