@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from .options import time_option
 from .output import URL, Output, options, style
 
 if TYPE_CHECKING:
+    from ckpt.policies import KeepPolicy, StepInfo
     from ckpt.runs.orphans import Orphan
     from ckpt.runs.step_listing import KnownSteps, Step
 
@@ -206,7 +207,9 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
     facts = infos(steps, joint=joint_uses(root, steps))
-    keep = AnyOf(*map(parse_keep, rules)) if rules else All()
+    policies = [*map(parse_keep, rules)]
+    _check_metrics(root, policies, facts)
+    keep = AnyOf(*policies) if policies else All()
     verdicts = retention(keep, facts, datetime.fromtimestamp(now, timezone.utc), abandoned=not abandoned)
     sizes = stored_sizes(steps)
     reasons = {v.step: v.reasons for v in verdicts}
@@ -235,6 +238,19 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
         referrers={info.step: info.users for info in facts},
         known=known,
     )
+
+
+def _check_metrics(root: str, rules: Sequence[KeepPolicy], steps: Sequence[StepInfo]) -> None:
+    """That a rule for the best steps names a metric that some step has: a typing error would have all of them removed."""
+    from ckpt.policies import Best
+
+    metrics = sorted({metric for step in steps for metric in step.metrics})
+    for rule in rules:
+        if isinstance(rule, Best) and rule.metric not in metrics and steps:
+            there, hint = f"they have {', '.join(metrics)}", f"--keep best={metrics[0]}:{rule.mode}" if metrics else "save with metrics="
+            raise UsageError(
+                f"no checkpoint has the metric {rule.metric!r}; {there if metrics else 'they have none'}", where=root, hint=hint
+            )
 
 
 def _link_reasons(step: Step, *, removed: bool) -> list[str]:

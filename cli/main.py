@@ -25,7 +25,7 @@ from ckpt.text import printable
 from .dividing import ARGUMENTS
 from .interrupts import INTERRUPTED, quit_at_once
 from .options import CommandGroup, options_behind_name
-from .output import OneOf, Output, logging_to_stderr, near_url, options, unwritable
+from .output import OneOf, Output, logging_to_stderr, near_hint, options, unwritable
 
 COMMANDS = {
     "ls": "List the checkpoints of a run.",
@@ -256,8 +256,7 @@ def _hint_of(err: CkptError) -> str | None:
 
     if not isinstance(err, NotFoundError) or err.where is None:
         return err.hint
-    near = near_url(err.where)
-    return f"did you mean {near}?" if near is not None else err.hint
+    return near_hint(err.where) or err.hint
 
 
 def _flush() -> None:

@@ -414,9 +414,11 @@ class GroupedCommand(click.Command):
 _LISTED = 10_000
 
 
-def near_url(url: str) -> str | None:
-    """The URL of a directory beside ``url`` with the same step number (``step-100`` for ``step-00000100``) or nearly the same name."""
+def near_hint(url: str) -> str | None:
+    """What to name in place of ``url``: the directory that a commit record is in, or one beside ``url`` with the same step number
+    (``step-100`` for ``step-00000100``) or nearly the same name. Of a run that has other steps, how to list them."""
     from ckpt.errors import CkptError
+    from ckpt.formats.native.commit import COMMIT_PATH
     from ckpt.formats.native.paths import step_number
     from ckpt.io_backends.registry import join_url, open_backend
     from ckpt.text import close_names
@@ -424,6 +426,8 @@ def near_url(url: str) -> str | None:
     parent, _, name = url.rstrip("/").rpartition("/")
     if not name or parent.endswith(":/"):
         return None
+    if name == COMMIT_PATH and parent:
+        return f"name the directory of the checkpoint: {parent}"
     try:
         beside = [entry.rstrip("/") for entry in open_backend(parent or ("/" if url.startswith("/") else ".")).list_dir("")[:_LISTED]]
     except CkptError:
@@ -434,4 +438,7 @@ def near_url(url: str) -> str | None:
     same = [entry for entry in beside if number is not None and step_number(entry) == number]
     # a step with another number is another checkpoint, never a typing error of this one
     close = same or close_names(name, (entry for entry in beside if number is None or step_number(entry) is None), 1)
-    return join_url(parent, close[0]) if close and parent else close[0] if close else None
+    if close:
+        return f"did you mean {join_url(parent, close[0]) if parent else close[0]}?"
+    has_steps = number is not None and any(step_number(entry) is not None for entry in beside)
+    return f"`ckpt ls {parent or '.'}` lists the steps of this run" if has_steps else None

@@ -151,10 +151,11 @@ def cp(source: str, target: str, *, threads: int | None, compare: bool, dry_run:
     from ckpt.formats.native.commit import read_record
     from ckpt.io_backends.registry import join_url, open_backend
 
+    above = target.rpartition("/")[0]
+    if above and not above.endswith(":/") and read_record(open_backend(above)) is not None:
+        message = "this is a checkpoint itself; a copy inside it would be hidden"
+        raise ConflictError(message, where=above, hint="name the directory of a run, or a new directory without / at its end")
     if target.endswith("/"):
-        if read_record(open_backend(target)) is not None:
-            message = "DST is a checkpoint itself; a copy inside it would be hidden"
-            raise ConflictError(message, where=target, hint="name the directory of a run, or a new directory without / at its end")
         target = join_url(target, source.rstrip("/").rpartition("/")[2])
     with divided(target, output, single=False) as (work, output):
         with when_interrupted("nothing was written" if dry_run else _COPY_INTERRUPTED), progress("cp", output) as update:

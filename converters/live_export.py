@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import settings, units
 from ckpt.converters.mapping.convention import Translation
-from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, read_configuration
+from ckpt.converters.targets.hf import INDEX, TARGET, ConfigSource, ModelConfig, in_dtype, read_configuration
 from ckpt.engine.save.job import wait_for_pending_save
 from ckpt.engine.save.replicas import Replicas, compare_replicas
 from ckpt.errors import ConsistencyError, StorageError, UsageError
@@ -150,7 +150,7 @@ class Export:
             transaction = begin_delta(destination, call.group.size)  # small files are the anchor's
         else:
             files = begun.planned.files
-            small = {} if destination.name is not None else configuration.files
+            small = {} if destination.name is not None else in_dtype(configuration.files, begun.tensors.values())
             index = [INDEX] if destination.name is None and len(files) > 1 else []
             transaction = ExportTransaction.begin(destination, files, [*small, *index])
             agreed |= {"tokens": transaction.tokens, "parts": transaction.parts}

@@ -253,7 +253,8 @@ def target(name: str) -> Target:
         return builtin
     if (given := plugin(ENTRY_POINTS, name, Target)) is not None:
         return given
-    raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"one of {', '.join([*OWN, *plugin_names(ENTRY_POINTS)])}")
+    others = ", ".join([*(name for name in OWN if name != "native"), *plugin_names(ENTRY_POINTS)])
+    raise UsageError(f"cannot convert to {name!r}: no such format", hint=f"native (that of ckpt itself), or one of {others}")
 
 
 def parent_and_name(url: str) -> tuple[str, str]:

@@ -201,15 +201,12 @@ class _Files(NamedTuple):
 
 def _open_foreign(url: str, backend: Backend, names: list[str], sources: Sequence[str | os.PathLike[str]] | None) -> Catalog:
     from ckpt.formats.native.catalog import not_committed
-    from ckpt.formats.native.commit import COMMIT_PATH
     from ckpt.formats.native.paths import has_orphans
     from ckpt.formats.native.virtual import GENERATION_PATH, unfinished_run, unfinished_step
     from ckpt.formats.native.virtual import MARKS as JOINT_MARKS
 
     if not names:
-        directory, _, name = url.rpartition("/")
-        hint = f"name the directory: {directory}" if name == COMMIT_PATH else "check the URL; `ckpt ls` lists the checkpoints there"
-        raise NotFoundError("there is no checkpoint", where=url, hint=hint)
+        raise NotFoundError("there is no checkpoint", where=url, hint="check the URL; `ckpt ls` lists the checkpoints there")
     if CONVERTING in names:
         message = f"a conversion into this directory did not finish: {CONVERTING} is there"
         raise NotCommittedError(message, where=url, hint="run the same `ckpt convert` again: it continues; or the same export")

@@ -221,7 +221,9 @@ class Transfer:
         check_no_link(self.target)
         data = read_record(self.target)
         if data is None:
-            hint = f"name the copy's own URL, such as {self.target.url}/copy; `ckpt cp SRC DST/` keeps the name of the step"
+            hint = (
+                f"`ckpt cp SRC {self.target.url}/` keeps the name of the step; or name the copy's own URL, such as {self.target.url}/copy"
+            )
             check_no_run(self.target, hint)
             if not replace:  # a job publishes beside what its user keeps there
                 check_free(self.target, "copy")

@@ -229,7 +229,7 @@ def none_here(url: str) -> CkptError:
     if not names:
         if is_file_system(url) and os.path.isfile(real_url(url)):
             return NotFoundError("this file is not a checkpoint of a known format", where=url, hint="name a directory of checkpoints")
-        return NotFoundError("nothing lies below this URL", where=url, hint="check the URL")
+        return NotFoundError("nothing lies below this URL", where=url, hint="check the URL; or all checkpoints of this run were removed")
     if is_of_checkpoint(names):
         return NotFoundError("this is one checkpoint, not a run", where=url, hint="name the directory above it")
     runs = runs_below(url, names)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ckpt import settings
 from ckpt.catalog import Catalog
 from ckpt.converters.mapping.translation import of_config
-from ckpt.converters.selection import OutputSet, OutputTensor, choose_weights
+from ckpt.converters.selection import FLOATING, OutputSet, OutputTensor, choose_weights
 from ckpt.converters.target import FileItem, OutputFile, OutputOptions, OutputPlan, Target, parent_and_name
 from ckpt.dtypes import FROM_SAFETENSORS
 from ckpt.errors import CorruptError, NotFoundError, UsageError
@@ -198,7 +198,7 @@ def plan(chosen: OutputSet, layout: OutputOptions) -> OutputPlan:
     def finish(backend: Backend) -> None:
         if alone:
             return
-        beside = layout.beside or dict(_beside(chosen.catalog))
+        beside = in_dtype(layout.beside or dict(_beside(chosen.catalog)), members)
         derived = derived_config(chosen).content if CONFIG not in beside else None
         for name, data in {**beside, **({CONFIG: derived} if derived is not None else {})}.items():
             publish(backend, name, data)
@@ -338,6 +338,24 @@ def read_configuration(given: ConfigSource) -> Configuration:
         return Configuration(files=files, numbers=dict(of_config(parse_json(files[CONFIG]))))
     except (ValueError, AttributeError, TypeError) as err:
         raise UsageError(f"this is not the configuration of a model: {err}", where=given if isinstance(given, str) else None) from err
+
+
+def in_dtype(files: Mapping[str, bytes], tensors: Iterable[OutputTensor]) -> dict[str, bytes]:
+    """``files`` with the dtype of the weights in ``config.json``, if they have one and it names another: transformers loads into what is
+    named there. That of quantised weights stays."""
+    kinds = {wanted.dtype.name for wanted in tensors if wanted.dtype.name in FLOATING}
+    try:
+        content = parse_json(files.get(CONFIG, b"{}"))
+    except ValueError:  # the source's own, which is copied as it is
+        return dict(files)
+    if len(kinds) != 1 or not isinstance(content, dict) or "quantization_config" in content:
+        return dict(files)
+    (kind,) = kinds
+    parts = [part for part in (content, *content.values()) if isinstance(part, dict)]  # a model of several has a configuration for each
+    named = [(part, key) for part in parts for key in ("dtype", "torch_dtype") if part.get(key, kind) != kind and part[key] in FLOATING]
+    for part, key in named:
+        part[key] = kind
+    return {**files, CONFIG: json.dumps(content, indent=2, ensure_ascii=False).encode() + b"\n"} if named else dict(files)
 
 
 def _content(given: Mapping[str, Any] | ModelConfig) -> dict[str, Any]:

@@ -162,6 +162,8 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path, command: str, wrong: str
     assert code == 10
     assert (f"  try: did you mean {tmp_path}/run/{right}?" in stderr) == (right is not None)
     assert ("did you mean" in stderr) == (right is not None)
+    assert (f"`ckpt ls {tmp_path}/run` lists the steps of this run" in stderr) == (wrong == "step-101")
+    assert f"name the directory of the checkpoint: {tmp_path}/run/final" in run(command, tmp_path / "run/final/checkpoint.json")[1]
 
 
 def test_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

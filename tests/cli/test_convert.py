@@ -255,9 +255,10 @@ def test_nothing_is_put_into_another_checkpoint(tmp_path: Path, copied_step: Pat
     target = tmp_path / "copy"
     assert run("cp", str(copied_step), str(target)).exit_code == 0
     before = sorted(target.rglob("*"))
-    refused = run("cp", str(copied_step), f"{target}/")
-    assert (refused.exit_code, sorted(target.rglob("*"))) == (33, before)
-    assert "DST is a checkpoint itself" in refused.stderr
+    for inside in (f"{target}/", f"{target}/step-00000001"):
+        refused = run("cp", str(copied_step), inside)
+        assert (refused.exit_code, sorted(target.rglob("*"))) == (33, before)
+        assert "this is a checkpoint itself" in refused.stderr
 
 
 def test_exit_codes_of_cp(tmp_path: Path, copied_step: Path) -> None:

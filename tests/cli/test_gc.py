@@ -64,6 +64,12 @@ def test_step_0_has_a_reason_too(root: str) -> None:
     assert (said["step"], said["reasons"]) == (0, ["written last"])
 
 
+def test_a_metric_that_no_step_has(root: str) -> None:
+    for rule in ("best=los:min", "best=acc:max"):
+        refused = run("gc", root, "--keep", "latest=1", "--keep", rule, "--yes")
+        assert refused.exit_code == 2 and "they have loss" in refused.stderr and numbers(root) == [1, 2, 3, 4]
+
+
 def test_without_a_rule_everything_stays(root: str) -> None:
     assert run("gc", root, "--yes").exit_code == 0 and numbers(root) == [1, 2, 3, 4]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +95,30 @@ def test_the_configuration_comes_too(tmp_path: Path) -> None:
         export(str(tmp_path / "d"), model(), config=str(tmp_path / "nowhere"))
     export(str(tmp_path / "a"), model(), config={"model_type": "y"}, overwrite=True)
     assert json.loads((tmp_path / "a" / "config.json").read_text()) == {"model_type": "y"}
+
+
+def test_the_configuration_names_the_dtype_of_the_weights(tmp_path: Path) -> None:
+    """``from_pretrained`` loads into the dtype that it names."""
+    state = {"w": torch.rand(4, 4), "steps": torch.arange(3)}
+    ckpt.save(tmp_path / "step-1", {"model": state})
+    for given, written in (
+        (
+            {"dtype": "float32", "text_config": {"torch_dtype": "float16"}},
+            {"dtype": "bfloat16", "text_config": {"torch_dtype": "bfloat16"}},
+        ),
+        ({"torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}),
+        ({"model_type": "x"}, {"model_type": "x"}),
+        ({"dtype": "float16", "quantization_config": {}}, {"dtype": "float16", "quantization_config": {}}),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(given))
+        export(str(tmp_path / "live"), state, config=given, dtype="bfloat16", overwrite=True)
+        ckpt.convert(tmp_path / "step-1", tmp_path / "file", to="hf", dtype="bf16", config=tmp_path / "config.json")
+        ckpt.convert(tmp_path / "live", tmp_path / "again", to="hf", dtype="float32")
+        found = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("live", "file", "again")]
+        wide = json.loads(json.dumps(written).replace("bfloat16", "float32")) if "quantization_config" not in given else given
+        assert found == [written, written, wide]
+        for name in ("file", "again"):
+            shutil.rmtree(tmp_path / name)
 
 
 @pytest.mark.usefixtures("daemon")
