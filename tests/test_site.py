@@ -7,11 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.observe.pages import browser, needs_browser
 from tests.scripts import load_script
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +58,50 @@ def test_the_start_page_and_the_navigation_have_the_same_guides() -> None:
 def test_a_page_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in ("index.html", "guides/preemption.html"):
         assert re.findall(r'<(?:script|link rel="stylesheet")[^>]*(?:src|href)="(?:https?:)?//[^"]*"', (site / page).read_text()) == []
+
+
+@needs_browser
+def test_a_search_finds_pages_from_files(site: Path, tmp_path: Path) -> None:
+    url = f"{(site / 'guides' / 'preemption.html').as_uri()}?q=retention"
+    links = re.findall(
+        r'<a href="([^"]*)"[^>]* class="md-search-result__link"', browser(url, tmp_path, "--dump-dom", "--virtual-time-budget=8000")
+    )
+    assert any(link.startswith(f"{site.as_uri()}/policies.html") for link in links), links
+
+
+@needs_browser
+def test_a_search_finds_pages_over_http(site: Path, tmp_path: Path) -> None:
+    """A clock that runs ahead does not wait for a worker: the page loads until the search in its frame has found something."""
+    found = threading.Event()
+
+    class Handler(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/found":
+                found.set()
+            elif self.path == "/wait":
+                found.wait(60)
+            super().do_GET()
+
+        def log_message(self, *_: object) -> None: ...
+
+    look = """
+      const page = () => document.querySelector('iframe').contentDocument;
+      const look = () => [...page().querySelectorAll('a.md-search-result__link')].map((a) => a.href);
+      const again = setInterval(() => {
+        if (!look().length) return;
+        clearInterval(again);
+        document.title = look().join(' ');
+        fetch('/found');
+      }, 100);
+    """
+    frame = "<iframe width=1280 height=800 src='guides/preemption.html?q=retention'></iframe><img src=/wait>"
+    (site / "probe.html").write_text(f"<!DOCTYPE html><title></title>{frame}<script>{look}</script>")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        start = f"http://127.0.0.1:{server.server_port}"
+        title = browser(f"{start}/probe.html", tmp_path, "--dump-dom").partition("<title>")[2].partition("</title>")[0]
+        server.shutdown()
+    assert any(link.startswith(f"{start}/policies.html") for link in title.split()), title
 
 
 @pytest.fixture(scope="module")

@@ -86,12 +86,12 @@ def parse(page: str) -> Element:
     return reader.root
 
 
-def browser(page: Path, place: Path, *options: str) -> str:
+def browser(page: Path | str, place: Path, *options: str) -> str:
     """What Chromium prints about a page."""
     assert CHROMIUM is not None
     profile = place / "profile"
     flags = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
-    command = [CHROMIUM, *flags, f"--user-data-dir={profile}", *options, page.as_uri()]
+    command = [CHROMIUM, *flags, f"--user-data-dir={profile}", *options, page if isinstance(page, str) else page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     shutil.rmtree(profile, ignore_errors=True)
     return done.stdout

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.formats.native.runlog import LogEntry, add_entry
+from ckpt.io_backends.registry import open_backend
 from tests.observe.pages import browser, needs_browser, page_of, parse
 from tests.observe.saves import layers, many, row, save
 
@@ -71,6 +73,24 @@ def test_links_and_keys_choose_the_step_and_boxes_hide_runs(tmp_path: Path) -> N
     """
     chosen = title_after(act, page_of(tmp_path / "a"), tmp_path)
     assert chosen == "step-30|step-20=#step-20|step-10=#step-10|step-20=#step-20"
+    entry = LogEntry(kind="save", at=1.7e9, rank=0, ranks=3, step=25, url=f"{tmp_path}/a/step-25", error="StorageError")
+    add_entry(open_backend(str(tmp_path / "a")), entry)
+    act = """
+      const links = [...document.querySelectorAll('nav.steps a')], titles = [], says = document.querySelector("[role='status']");
+      const later = (action) => new Promise((done) => setTimeout(() => done(action()), 50));
+      const look = () => titles.push([seen('.step'), document.activeElement.hash ?? document.activeElement.id,
+                                      document.querySelector(':target').id, says.textContent].join());
+      (async () => {
+        for (const action of [() => links[1].click(), look, () => document.querySelector("a[href='#failed']").click(), look,
+                              () => { location.hash = '#step-25'; }, look]) await later(action);
+        await later(() => { location.hash = '#step-110'; });
+        await later(() => titles.push(`${seen('.step')},${says.textContent}`));
+        document.title = titles.join('|');
+      })();
+    """
+    clicked, failures, failed, nowhere = title_after(act, page_of(tmp_path / "a"), tmp_path).split("|")
+    assert (clicked, failures, failed[-9:]) == ("step-20,#step-20,step-20,", "step-20,failed,step-20,", ",step-25,")
+    assert nowhere == "step-30,This report has no #step-110: it shows the newest save."
     act = """
       const lines = () => [0, 1].map((i) => document.querySelector(`.chart .line.r${i}`).getClientRects().length);
       const before = lines();
@@ -78,6 +98,29 @@ def test_links_and_keys_choose_the_step_and_boxes_hide_runs(tmp_path: Path) -> N
       document.title = [...before, ...lines()].join();
     """
     assert title_after(act, page_of(tmp_path / "a", tmp_path / "b"), tmp_path) == "1,1,1,0"
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_on_colours_can_be_read(tmp_path: Path, dark: bool) -> None:
+    times = (3, 4, 7, 7, 10, 13, 16, 22, 35)  # their median is 10
+    for step, seconds in enumerate(times, 1):
+        rows = {rank: row(("write", 0, one, 5)) for rank, one in enumerate(times if seconds == 35 else (seconds, seconds))}
+        save(tmp_path / f"step-{step}", rows)
+    page = page_of(tmp_path)
+    assert page.count("@media screen and (prefers-color-scheme:dark)") == 2
+    page = page.replace("@media screen and (prefers-color-scheme:dark)", "@media all" if dark else "@media (width: 0)")
+    act = """
+      const light = (colour) => colour.match(/[0-9]+/g).slice(0, 3).map((v) => v / 255)
+        .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0.05);
+      const ratio = (e) => light(getComputedStyle(e).color) / light(getComputedStyle(e).backgroundColor);
+      document.title = [...document.querySelectorAll('nav.steps a, .step.newest .heat tbody td')]
+        .map((e) => `${e.className.slice(0, 2)}=${Math.max(ratio(e), 1 / ratio(e))}`).join();
+    """
+    ratios = [one.split("=") for one in title_after(act, page, tmp_path).split(",")]
+    assert [level for level, _ in ratios] == ["h0", "h0", "h1", "h1", "h2", "h3", "h4", "h5", "h6"] * 2
+    assert min(float(ratio) for _, ratio in ratios) >= 4.5, ratios
 
 
 @needs_browser

@@ -221,9 +221,13 @@ def test_a_slow_host_is_named_as_what_its_ranks_share(tmp_path: Path) -> None:
 
 
 def test_saves_that_become_slower(tmp_path: Path) -> None:
-    for step in range(9):
-        save(tmp_path / f"step-{step}", {0: row(("write", 0, 0.2 + step / 20, MIB))})
-    assert "The last 3 saves took 0.550 s (median), the first 3 took 0.250 s." in advice_of(tmp_path)
+    for run, grows in (("small", 0.05), ("large", 0.5)):
+        for step in range(9):
+            save(tmp_path / run / f"step-{step}", {0: row(("write", 0, 0.2 + step * grows, MIB))})
+    assert "The last 3 saves took 3.70 s (median), the first 3 took 0.700 s." in advice_of(tmp_path / "large")
+    assert "slower" not in advice_of(tmp_path / "small")  # 0.250 s, then 0.550 s: the bar of steps has one colour too
+    bars = [[link.classes[0] for link in parse(page_of(tmp_path / run)).all("nav")[0].all("a")] for run in ("small", "large")]
+    assert bars == [["h2"] * 9, ["h0", "h0", "h1", "h2", "h2", "h2", "h3", "h4", "h4"]]
 
 
 def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_then(
@@ -239,6 +243,7 @@ def test_a_run_of_57_saves_names_its_failures_and_the_rank_that_is_slow_now_and_
     tile = next(e for e in page.everything() if "tile" in e.classes)
     assert [child.text for child in tile.children if isinstance(child, Element)] == ["failed saves", "3", "at steps 135, 305, 425"]
     (failed,) = [e for e in page.everything() if f"#{e.attributes.get('id')}" == tile.all("a")[0].attributes["href"]]
+    assert [tr.attributes.get("id") for tr in failed.all("tr")] == [None, "step-425", "step-305", "step-135"]
     assert failed.all("h2")[0].text == "Saves that failed" and "The fastest, the median, the slowest and the newest save." in page.text
     charts = [svg for svg in page.all("svg") if "chart" in svg.classes]
     for chart in charts:

@@ -9,7 +9,7 @@ from statistics import mean, median
 from ckpt import units
 from ckpt.telemetry.spans import NOTICEABLE, SpanTable
 
-from .summary import Loss, SaveSummary, brief
+from .summary import Loss, SaveSummary, brief, floor_between
 
 # Sentences: what is worth changing, and which figures say so. Pure. Each rule gives nothing where its figures are unremarkable.
 
@@ -184,7 +184,7 @@ def _worse(facts: Facts) -> Iterator[Recommendation]:
         return
     third = len(seconds) // 3
     before, now = median(seconds[:third]), median(seconds[-third:])
-    if now > _WORSE * before and now - before > NOTICEABLE:
+    if now > _WORSE * before and now - before >= floor_between(before):
         yield Recommendation(
             what="Find out what has changed: saves have become slower.",
             why=f"The last {third} saves took {brief(now)} s (median), the first {third} took {brief(before)} s.",

@@ -21,7 +21,7 @@ from .advice import run_stragglers
 from .charts import Line, Markup, Point, join, nearest, number, short, tag
 from .content import Detail, HistoryEvent, Report, Series, Setting, distinct
 from .history import SavedSpans
-from .summary import SaveSummary, brief, floor_of, level_of
+from .summary import SaveSummary, brief, floor_between, level_of
 
 _CODE = "ckpt.runs.report"
 _YEAR_9999 = 250_000_000_000
@@ -102,8 +102,10 @@ def _sections(report: Report) -> Iterator[Markup]:
             about="The fastest, the median, the slowest and the newest save." if len(series.known) > len(report.compared) else "",
         )
     names = [f"{name}: " for name in distinct(report.urls)] if several else [""]
+    newest = {} if several else {f"step-{one.step}": one for one in reversed(series.failed) if one.step is not None}
+    ids = {one: name for name, one in newest.items() if name not in anchors.values()}  # a link to a step with no save leads to its failure
     failed = [
-        tag("tr", tag("td", _moment(one.at), data_v=f"{one.at:.3f}"), tag("td", short(f"{name}{one.what}", 400)))
+        tag("tr", tag("td", _moment(one.at), data_v=f"{one.at:.3f}"), tag("td", short(f"{name}{one.what}", 400)), id=ids.get(one))
         for run, name in zip(report.series, names, strict=True)
         for one in run.failed
     ]
@@ -338,7 +340,7 @@ def _steps(saves: Sequence[SavedSpans], steps: Sequence[Detail], anchors: Mappin
     if len(saves) > 1:
         links = []
         for saved in saves:
-            level = level_of(saved.seconds, middle, floor_of(middle))
+            level = level_of(saved.seconds, middle, floor_between(middle))
             about = f"{_name(saved)}: {brief(saved.seconds)} s{'' if saved.url in details else ', phases only'}"
             shown = _name(saved).removeprefix("step ")
             links.append(tag("a", shown, href=f"#{anchors[saved.url]}", class_=f"h{level}", title=about))

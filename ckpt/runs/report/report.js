@@ -76,8 +76,16 @@
 
   // The step that is shown is the target of a link, or the newest. Of the list of steps the Tab key stops at that one alone.
   const links = [...document.querySelectorAll("nav.steps a")];
+  const newest = document.querySelector(".step.newest");
+  const unknown = document.createElement("p");
+  unknown.className = "about";
+  unknown.setAttribute("role", "status");
+  document.querySelector(".step")?.before(unknown);
   const mark = () => {
-    const step = document.querySelector(".step:target, .step:has(:target)") ?? document.querySelector(".step.newest");
+    const step = document.querySelector(".step:target, .step:has(:target)") ?? newest;
+    const name = location.hash.slice(1);
+    unknown.textContent = name && !document.getElementById(name) ? `This report has no #${name}: it shows the newest save.` : "";
+    if (unknown.textContent) unknown.scrollIntoView({block: "center"});
     for (const link of links) {
       const chosen = link.hash === `#${step.id}`;
       link.tabIndex = chosen ? 0 : -1;
@@ -85,14 +93,28 @@
       if (chosen) link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
     }
   };
-  links.forEach((link, at) => link.addEventListener("keydown", (event) => {
-    const next = links[{ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: links.length - 1}[event.key]];
-    if (!next) return;
+  const choose = (event, link) => {
+    if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
     event.preventDefault();
-    location.replace(next.hash);
-    next.focus({preventScroll: true});
-  }));
-  if (links.length) {
+    location.replace(link.hash);
+    link.focus({preventScroll: true});
+  };
+  links.forEach((link, at) => {
+    link.addEventListener("click", (event) => choose(event, link));
+    link.addEventListener("keydown", (event) =>
+      choose(event, links[{ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: links.length - 1}[event.key]]));
+  });
+  if (newest) {
     for (const name of ["hashchange", "load"]) addEventListener(name, mark);
+  }
+  // The list of failures is no step: the way to it keeps the step that is chosen.
+  for (const link of document.querySelectorAll("a[href='#failed']")) {
+    link.addEventListener("click", (event) => {
+      const failed = document.getElementById("failed");
+      event.preventDefault();
+      failed.scrollIntoView();
+      failed.tabIndex = -1;
+      failed.focus({preventScroll: true});
+    });
   }
 })();

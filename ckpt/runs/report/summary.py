@@ -216,6 +216,11 @@ def floor_of(seconds: float) -> float:
     return max(NOTICEABLE, NOTICEABLE_SHARE * seconds)
 
 
+def floor_between(seconds: float) -> float:
+    """The difference that counts between saves of about so many ``seconds``: by less than 1 s small saves differ of themselves."""
+    return max(1.0, floor_of(seconds))
+
+
 def _verdict(tables: Mapping[int, SpanTable], phases: tuple[PhaseSummary, ...], lost: Loss | None, floor: float) -> str:
     """One line: what to look at first."""
     if lost is not None:
