@@ -199,7 +199,8 @@ def _print_proof(report: ResumeReport, output: Output) -> None:
         output.line(line)
     if report.unrepeatable:
         more = f" and {units.plural(len(report.unrepeatable) - 3, 'other')}" if len(report.unrepeatable) > 3 else ""
-        output.talk(f"not compared, since two runs from the start differ in it: {', '.join(report.unrepeatable[:3])}{more}")
+        seeds = " (a generator does if the script does not seed it)" if any(n.startswith("generator ") for n in report.unrepeatable) else ""
+        output.talk(f"not compared, since two runs from the start differ in it{seeds}: {', '.join(report.unrepeatable[:3])}{more}")
 
 
 _RECENT = 20

@@ -118,9 +118,6 @@ def merge(
             output.talk(f"tensors: {kinds}; step, options and other values come from {report.values_from}")
 
 
-_LORA_TARGETS = ("hf", "native", "torch", "dcp")
-
-
 @click.group("lora", cls=CommandGroup, short_help="Merge or extract a LoRA adapter.")
 def lora() -> None:
     """Merge an adapter of PEFT into its base model, or extract one from a tuned model.
@@ -140,16 +137,10 @@ _threads = grouped("Resources", "--threads", type=click.IntRange(min=1), metavar
 @click.argument("base", metavar="BASE", type=URL)
 @click.argument("adapter", metavar="ADAPTER", type=URL)
 @click.argument("target", metavar="OUT", type=URL)
-@grouped(
-    "Output",
-    "--to",
-    default=_LORA_TARGETS[0],
-    metavar="FORMAT",
-    type=OneOf(_LORA_TARGETS),
-    help=f"One of {', '.join(_LORA_TARGETS)}. [default: hf]",
-)
+@grouped("Output", "--to", default="hf", show_default=True, metavar="FORMAT", type=OneOf(_TARGETS), help=f"One of {', '.join(_TARGETS)}.")
 @file_options("OUT")
 @_root
+@grouped("Source", "--adapter-config", metavar="PATH", type=URL, help="adapter_config.json of PEFT, or its directory. [default: ADAPTER]")
 @grouped("Source", "--allow-nan", is_flag=True, help="Accept NaN and infinite elements.")
 @grouped("Resources", "--memory", callback=parse_size, metavar="SIZE", default="1GiB", show_default=True, help="Memory for tensors.")
 @_threads
@@ -158,6 +149,8 @@ _threads = grouped("Resources", "--threads", type=click.IntRange(min=1), metavar
 def merge_(base: str, adapter: str, target: str, *, dry_run: bool, output: Output, **chosen: Any) -> None:
     """Write the model at BASE, in any format, to OUT with the LoRA adapter of PEFT in the directory ADAPTER merged into its weights.
 
+    With --adapter-config ADAPTER may be a checkpoint of the model that PEFT adapted, whole or saved with trainable=True.
+
     Products are computed in float32, added and cast to the dtype of the weight. Memory use stays below --memory at any size. After an
     interruption the same command resumes. Under torchrun or srun the processes share the files among them.
 
@@ -165,6 +158,7 @@ def merge_(base: str, adapter: str, target: str, *, dry_run: bool, output: Outpu
     Example:
       ckpt lora merge hf/Llama-3-8B adapter/ merged/
       ckpt lora merge runs/base/step-100 adapter/ merged/ --config hf/Llama-3-8B
+      ckpt lora merge hf/Llama-3-8B runs/lora/step-100 merged/ --adapter-config adapter_config.json
     """
     require_torch("`ckpt lora`")
     from ckpt.converters.lora import merge

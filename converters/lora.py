@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt import settings
-from ckpt.catalog import Catalog
 from ckpt.engine.load.reader import Reader
 from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.native.writer import WriteJournal
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.plan.layout.geometry import Box
-from ckpt.plan.views import whole
+from ckpt.plan.tree import pairs_of
+from ckpt.plan.views import LogicalTensor, whole
 from ckpt.state.tensors import torch_dtype
 from ckpt.telemetry.progress import ProgressCallback
 from ckpt.text import parse_json, url_text
@@ -33,7 +33,7 @@ from .buffered import ViewBox, read_views
 from .conversion import Conversion
 from .convert import ConvertReport, Part, files_beside, run
 from .merge import WeightedSum, place
-from .selection import Computed, OutputSet, OutputTensor, SelectOptions, is_floating, operand
+from .selection import Computed, OutputSet, OutputTensor, SelectOptions, choose_weights, is_floating, operand
 from .target import ConvertOptions, MergeKeywords, target
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 #     N.lora_embedding_A [r, rows], N.lora_embedding_B [width, r]     weight [rows, width] += s * (B @ A) transposed
 #     N.weight, N.bias                                                a module that was trained as a whole (modules_to_save, bias): instead
 #     N.base_layer.weight                                             what the products are added to, if the base has another one (resized)
+#
+# A checkpoint of a model that PEFT has adapted has the adapter's name behind lora_A and the like, and modules_to_save with it in N.
 #
 # s is alpha / r, or alpha / sqrt(r) with rslora; r and alpha may be others for some modules (rank_pattern, alpha_pattern). A box of a
 # weight needs the rows of B and the columns of A that belong to it, so windows stay small.
@@ -60,6 +62,8 @@ _UNKNOWN = (
     *("monteclora_config", "trainable_token_indices", "target_parameters"),
 )
 """Settings with which an adapter is more than the products above."""
+_IN_MEMORY = re.compile(r"\.(lora_(?:embedding_)?[AB]|modules_to_save)\.(?!weight$)([^.]+)(?=\.|$)")
+"""Where the name of an adapter is in the names of a model in memory."""
 _BLOCK = 1 << 20
 """Elements of a product at once."""
 
@@ -113,6 +117,7 @@ def merge(
     adapter: str | os.PathLike[str],
     url: str | os.PathLike[str],
     *,
+    adapter_config: str | os.PathLike[str] | None = None,
     allow_nan: bool = False,
     to: str = "hf",
     part: Part | None = None,
@@ -127,6 +132,8 @@ def merge(
     adds. Everything else is copied, bit for bit. If a merge was killed, the same call resumes it.
 
     Args:
+        adapter_config: PEFT's ``adapter_config.json``, or its directory: with it ``adapter`` may be a checkpoint of the model that PEFT
+            adapted, whole or with ``trainable=True``.
         allow_nan: let elements that are NaN or infinite make the result so. By default they are an error.
         to: ``hf``, ``native``, ``torch`` or ``dcp``.
         part, dry_run, progress, options: as for :func:`ckpt.merge`.
@@ -135,8 +142,11 @@ def merge(
     options.setdefault("optimizer", False)
     asked, format = ConvertOptions(**options), target(to)
     beside = files_beside(format, url, asked)
-    chosen = format.choose(open_catalog(base), asked)
-    config, weights = _opened(adapter)
+    catalog, root = open_catalog(base), asked.root
+    if adapter_config is not None and root is not None and all(key != root for key, _ in pairs_of(catalog.state) or ()):
+        asked = replace(asked, root=None)  # it is about the other checkpoint alone
+    chosen = format.choose(catalog, asked)
+    config, weights = _opened(adapter, None if adapter_config is None else url_text(adapter_config), root)
     result, updated, replaced = _updated(chosen, weights, config, (base, adapter), allow_nan=allow_nan)
     written = run(
         Conversion(format, result, url, asked, beside=beside), source=base, part=part, progress=progress, dry_run=dry_run, began=began
@@ -144,42 +154,49 @@ def merge(
     return LoraReport(base=base, adapter=adapter, updated=updated, replaced=replaced, written=written)
 
 
-def _opened(adapter: str) -> tuple[Mapping[str, Any], Catalog]:
-    """The configuration and the tensors of an adapter."""
-    backend = open_backend(adapter)
-    names = backend.list_dir()
+def _opened(adapter: str, given: str | None, root: str | None) -> tuple[Mapping[str, Any], OutputSet]:
+    """The configuration and the tensors of an adapter, these under the names of its file."""
+    names, place = open_backend(adapter).list_dir(), adapter if given is None else given.removesuffix(CONFIG) or "."
     file = next((name for name in WEIGHTS if name in names), None)
-    if CONFIG not in names or file is None:
-        lacking = CONFIG if CONFIG not in names else WEIGHTS[0]
-        message = f"there is no {lacking}, so this is no adapter of PEFT"
-        raise NotFoundError(message, where=adapter, hint="give the directory of the adapter")
+    if given is None and (CONFIG not in names or file is None):
+        message = f"there is no {CONFIG if CONFIG not in names else WEIGHTS[0]}, so this is no adapter of PEFT"
+        hint = "give the directory of the adapter; for a checkpoint of a model of PEFT add --adapter-config DIR, "
+        raise NotFoundError(message, where=adapter, hint=hint + 'which model.peft_config["default"].save_pretrained(DIR) writes')
     try:
-        config = parse_json(backend.read_whole(CONFIG, settings.SIDE_FILE))
+        config = parse_json(open_backend(place).read_whole(CONFIG, settings.SIDE_FILE))
     except ValueError as err:
-        raise FormatError(f"{CONFIG} is not JSON: {err}", where=adapter) from err
+        raise FormatError(f"{CONFIG} is not JSON: {err}", where=place) from err
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise FormatError(f"an adapter of the kind {kind} cannot be merged", where=adapter, hint="PEFT's merge_and_unload may")
+        raise FormatError(f"an adapter of the kind {kind} cannot be merged", where=place, hint="PEFT's merge_and_unload may")
     odd = [name for name in _UNKNOWN if config.get(name)]
     if odd:
-        raise FormatError(
-            f"the adapter has {odd[0]}, which is more than LoRA's products", where=adapter, hint="PEFT's merge_and_unload may"
-        )
-    return config, open_catalog(join_url(adapter, file))
+        raise FormatError(f"the adapter has {odd[0]}, which is more than LoRA's products", where=place, hint="PEFT's merge_and_unload may")
+    if file is not None:
+        return config, choose_weights(open_catalog(join_url(adapter, file)), SelectOptions(optimizer=False))
+    return config, choose_weights(open_catalog(adapter), SelectOptions(views=_as_in_file, optimizer=False, root=root))
+
+
+def _as_in_file(shapes: Mapping[str, Sequence[int]]) -> Mapping[str, LogicalTensor]:
+    """The tensors of a model in memory by the names that PEFT's file has for them."""
+    adapters = sorted({found[2] for name in shapes for found in _IN_MEMORY.finditer(name)})
+    if len(adapters) != 1:
+        what = f"the model has the adapters {', '.join(adapters)}" if adapters else "no tensor is LoRA's in a model of PEFT"
+        raise NamesError(what, hint="give a checkpoint with one adapter, saved with trainable=True or only=")
+    names = {name: _IN_MEMORY.sub(r".\1", name).replace(".modules_to_save.", ".") for name in shapes if ".original_module." not in name}
+    return {new: whole(name, shapes[name]) for name, new in names.items()}
 
 
 def _updated(
-    chosen: OutputSet, weights: Catalog, config: Mapping[str, Any], sources: tuple[str, str], *, allow_nan: bool
+    chosen: OutputSet, weights: OutputSet, config: Mapping[str, Any], sources: tuple[str, str], *, allow_nan: bool
 ) -> tuple[OutputSet, int, int]:
     """The choice with the adapter in it, and how many tensors are updated and replaced."""
     pairs = {name: end for name in weights.tensors for end in _PAIRS if name.endswith(end)}
     seconds = {name.removesuffix(end) + _PAIRS[end] for name, end in pairs.items()}
-    bases = {
-        name.replace(".base_layer.", ".").removeprefix(PREFIX): name for name in weights.tensors if name.endswith(".base_layer.weight")
-    }
+    bases = {_in_base(name): name for name in weights.tensors if name.endswith(".base_layer.weight")}
     plain = sorted(weights.tensors.keys() - pairs.keys() - seconds - {*bases.values()})
     modules = {name.removesuffix(end).removeprefix(PREFIX): (name, end) for name, end in pairs.items()}
-    wanted = [f"{module}.weight" for module in modules] + [name.removeprefix(PREFIX) for name in plain]
+    wanted = [f"{module}.weight" for module in modules] + [_in_base(name) for name in plain if weights.tensors[name].alias is None]
     alone = sorted(bases.keys() - {*wanted})
     if alone:
         raise NamesError(f"the adapter has {bases[alone[0]]} and no product for it", where=sources[1], hint="save the adapter again")
@@ -191,31 +208,32 @@ def _updated(
             raise NamesError(f"the adapter has {first} and not {second}", where=sources[1], hint="save it again")
         name = f"{head}{module}.weight"
         embedding = end == ".lora_embedding_A"
-        formula = LowRankUpdate(
-            scaling=_scaling(config, module, weights.tensors[first].shape[0], sources[1]),
-            transposed=embedding or bool(config.get("fan_in_fan_out")),
-            rank=weights.tensors[first].shape[0],
-            sources=sources,
-            allow_nan=allow_nan,
-        )
+        scaling = _scaling(config, module, rank := weights.tensors[first].shape[0], sources[1])
+        turned = embedding or bool(config.get("fan_in_fan_out"))
+        formula = LowRankUpdate(scaling=scaling, transposed=turned, rank=rank, sources=sources, allow_nan=allow_nan)
         tensors[name] = _computed(chosen, tensors[name], weights, (bases.get(f"{module}.weight"), first, second), formula, sources)
     copied = WeightedSum(weights=(1.0,), sources=sources[1:], allow_nan=allow_nan)
+    plain = [stored for stored in plain if head + _in_base(stored) in tensors]  # not those tied to another that the base has alone
     for stored in plain:
-        name = head + stored.removeprefix(PREFIX)
-        view = whole(stored, weights.tensors[stored].shape)
-        if view.shape != tensors[name].shape or not is_floating(weights, view):
+        name, view = head + _in_base(stored), weights.tensors[stored].view
+        if view.shape != tensors[name].shape or not is_floating(weights.catalog, view):
             raise ShapeError(f"{stored} of the adapter does not fit {name} {list(tensors[name].shape)}", where=sources[1])
-        tensors[name] = replace(tensors[name], computed=Computed(formula=copied, operands=(operand(weights, 1, view),)))
+        tensors[name] = replace(tensors[name], computed=Computed(formula=copied, operands=(operand(weights.catalog, 1, view),)))
     changed = {name for name, one in tensors.items() if one is not chosen.tensors[name]}
     tied = [one for one in tensors.values() if (one.alias in changed) != (one.name in changed) and one.alias is not None]
     tensors |= {one.name: replace(one, alias=None) for one in tied}  # PEFT, too, changes one of two tied weights alone
-    return replace(chosen, tensors=tensors, others=(weights,)), len(modules), len(plain)
+    return replace(chosen, tensors=tensors, others=(weights.catalog,)), len(modules), len(plain)
+
+
+def _in_base(name: str) -> str:
+    """A name of an adapter's file as the base has it, but for what precedes it there."""
+    return name.replace(".base_layer.", ".").removeprefix(PREFIX)
 
 
 def _computed(
     chosen: OutputSet,
     wanted: OutputTensor,
-    weights: Catalog,
+    weights: OutputSet,
     names: tuple[str | None, str, str],
     formula: LowRankUpdate,
     sources: tuple[str, str],
@@ -231,11 +249,11 @@ def _computed(
     if own is not None and weights.tensors[own].shape != shape:
         what = f"{own} {list(weights.tensors[own].shape)} of the adapter does not fit {wanted.name} {list(shape)}"
         raise ShapeError(what, where=sources[1], hint="resize the embeddings of the base first")
-    views = [wanted.view, *(whole(name, weights.tensors[name].shape) for name in products)]
+    views = [wanted.view, *(weights.tensors[name].view for name in products)]
     numbers = [0, 1, 1]
     if own is not None:
-        views[0], numbers[0] = whole(own, shape), 1
-    catalogs = (chosen.catalog, weights)
+        views[0], numbers[0] = weights.tensors[own].view, 1
+    catalogs = (chosen.catalog, weights.catalog)
     if not all(is_floating(catalogs[number], view) for number, view in zip(numbers, views, strict=True)):
         message = f"{wanted.name} has the dtype {wanted.dtype.name}: nothing can be added"
         raise ShapeError(message, where=sources[0], hint="dequantize the base first")
@@ -329,7 +347,7 @@ def extract(
     if rank < 1:
         raise UsageError(f"a rank of {rank}", hint="give a positive number, such as 16")
     options = SelectOptions(optimizer=False, root=root)
-    chosen = [target("hf").choose(open_catalog(one), options) for one in (base, tuned)]
+    chosen = [choose_weights(open_catalog(one), options) for one in (base, tuned)]
     _check_fit(chosen[0], chosen[1], (base, tuned))
     readers = [Reader(catalog=one.catalog, verify="full", threads=settings.threads(threads)) for one in chosen]
     tensors: dict[str, torch.Tensor] = {}
@@ -399,21 +417,10 @@ def _read(reader: Reader, wanted: OutputTensor) -> torch.Tensor:
 def _config(ranks: Mapping[str, int], rank: int, whole: list[str]) -> bytes:
     """What PEFT knows an adapter by. Alpha is the rank everywhere, so that products count as they are."""
     smaller = {module: r for module, r in ranks.items() if r != rank}
-    config = {
-        "peft_type": "LORA",
-        "task_type": None,
-        "r": rank,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "target_modules": sorted(ranks),
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None,
-        "rank_pattern": smaller,
-        "alpha_pattern": smaller,
-        "inference_mode": True,
-    }
+    plain = {"peft_type": "LORA", "task_type": None, "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none"}
+    modules = {"target_modules": sorted(ranks), "modules_to_save": sorted({name.rpartition(".")[0] for name in whole}) or None}
+    patterns = {"rank_pattern": smaller, "alpha_pattern": smaller, "inference_mode": True}
+    config = {**plain, "fan_in_fan_out": False, "use_rslora": False, **modules, **patterns}
     return json.dumps(config, indent=2).encode() + b"\n"
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 import ckpt
+from ckpt.cli.main import cli
 from tests.formats import oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of the libraries among themselves
@@ -60,6 +63,33 @@ def test_an_adapter_of_peft_is_saved_alone_and_training_goes_on_from_it(tmp_path
     train(model, optimizer, 3)
     train(again, resumed, 3)
     assert trained_part(again) == trained_part(model)
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_the_adapter_in_a_checkpoint_is_merged_as_peft_merges_it(tmp_path: Path, trainable: bool) -> None:
+    model: Any = adapted(1)
+    model.get_base_model().config.save_pretrained(tmp_path / "base")
+    base = {n.replace(".base_layer.", "."): p.clone() for n, p in model.get_base_model().state_dict().items() if "lora_" not in n}
+    save_file(base, tmp_path / "base" / "model.safetensors")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in (1, 2):
+        train(model, optimizer, step)
+    state = {"model": model, "optimizer": optimizer, "ema": {"copy": torch.ones(2)}}
+    ckpt.save(tmp_path / "part", state, trainable=trainable)
+    model.peft_config["default"].save_pretrained(tmp_path / "settings")
+    words = ["lora", "merge", *(str(tmp_path / name) for name in ("base", "part", "out")), "--no-config"]
+    refused = CliRunner().invoke(cli, words)
+    assert refused.exit_code == 10 and "for a checkpoint of a model of PEFT add --adapter-config DIR" in refused.output
+    words += ["--adapter-config", str(tmp_path / "settings" / "adapter_config.json")]
+    assert "several parts of the state have tensors: model, ema" in CliRunner().invoke(cli, words).output
+    done = CliRunner().invoke(cli, [*words, "--root", "model"])  # a key of the part, and only the beginning of the base's names
+    assert done.exit_code == 0, done.output
+    got, expected = load_file(tmp_path / "out" / "model.safetensors"), model.merge_and_unload().state_dict()
+    assert got.keys() == expected.keys() and not torch.equal(got[name := next(n for n in got if "q_proj" in n)], base[name])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-6, atol=1e-6)
+    words[3] = words[2]  # the base itself has no adapter
+    assert "no tensor is LoRA's in a model of PEFT" in CliRunner().invoke(cli, words).output
 
 
 def test_a_whole_model_with_an_adapter_is_written_once(tmp_path: Path) -> None:
