@@ -158,7 +158,7 @@ def merge_(base: str, adapter: str, target: str, *, dry_run: bool, output: Outpu
     Example:
       ckpt lora merge hf/Llama-3-8B adapter/ merged/
       ckpt lora merge runs/base/step-100 adapter/ merged/ --config hf/Llama-3-8B
-      ckpt lora merge hf/Llama-3-8B runs/lora/step-100 merged/ --adapter-config adapter_config.json
+      ckpt lora merge hf/Llama-3-8B part/ merged/ --adapter-config adapter/
     """
     require_torch("`ckpt lora`")
     from ckpt.converters.lora import merge
