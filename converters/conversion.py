@@ -295,13 +295,13 @@ class Conversion:
     def finish(self, planned: OutputPlan, *, again: bool) -> bool:
         """Make the checkpoint exist, if all files of all processes are there, and no other process does.
 
-        Who was to do it may have died: then the first process of a later attempt, which finds all of its files there, does it.
+        Who was to do it may have died: then it or the first process of a later attempt, which finds all of its files there, does it.
         """
         if self.record is None or self.has_ended:
             return self.has_ended
         if not self._whole(planned, self.record):
             return self._is_over(planned, self.record, alone=self.part[1] == 1)
-        if not self.record.claim() and not (again and self.part[0] == 0):
+        if not self.record.claim(self.part[0], again=again):
             return self._is_over(planned, self.record, alone=self.part[1] == 1)
         # Raise CorruptError if the source changed meanwhile; a file of a mixture must not stay, for one alone can be opened
         try:

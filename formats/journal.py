@@ -105,11 +105,14 @@ class ConversionJournal(IntentJournal):
         """Take back that file ``number`` is durable."""
         self.backend.delete(self._marks + mark_name(number))
 
-    def claim(self) -> bool:
-        """Whether it is for this process to finish: of all that ask, the first one."""
+    def claim(self, part: int = 0, *, again: bool = False) -> bool:
+        """Whether it is for this process to finish: of all that ask, the first one. ``again``, when that may have died: it, and part 0."""
+        data = json.dumps({"digest": self.digest, "part": part}).encode() + b"\n"
         try:
-            self.backend.put_if(self._marks + CLAIM, json.dumps({"digest": self.digest}).encode() + b"\n", expected=None)
+            self.backend.put_if(self._marks + CLAIM, data, expected=None)
         except ConflictError:
+            with suppress(NotFoundError):
+                return again and (part == 0 or self.backend.read_whole(self._marks + CLAIM, RECORD_LIMIT) == data)
             return False
         return True
 

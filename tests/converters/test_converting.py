@@ -459,9 +459,13 @@ def test_killed_after_the_commit_and_before_the_end(ranks: Ranks, tmp_path: Path
     assert not list(tmp_path.glob("**/*convert*"))
 
 
-def die_at_the_commit(url: str, made: str) -> None:
+def die_at_the_commit(url: str, made: str, **options: Any) -> None:
     CheckpointJournal.commit = lambda *args, **named: os.kill(os.getpid(), signal.SIGKILL)
-    convert(url, made, to="native")
+    convert(url, made, to="native", **options)
+
+
+def die_as_a_task(url: str, made: str) -> None:
+    die_at_the_commit(url, made, part=(1, 2), shard_size=20_000)
 
 
 def test_killed_while_finishing(ranks: Ranks, tmp_path: Path) -> None:
@@ -475,6 +479,11 @@ def test_killed_while_finishing(ranks: Ranks, tmp_path: Path) -> None:
     report = convert(url, made, to="native")
     assert (report.finished, report.written_files) == (True, 0)
     assert verify(made).ok and not list(Path(made).glob("convert*"))
+    made = str(tmp_path / "by parts")
+    assert not convert(url, made, to="native", part=(0, 2), shard_size=20_000).finished
+    killed(ranks, die_as_a_task, url, made)
+    again = convert(url, made, to="native", part=(1, 2), shard_size=20_000)  # the task that died, and no other
+    assert (again.finished, again.written_files) == (True, 0) and verify(made).ok
 
 
 def test_a_save_meanwhile_is_not_replaced(tmp_path: Path) -> None:
