@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt import units
-from ckpt.errors import ConflictError, FormatError, UsageError
+from ckpt.errors import ConflictError, FormatError, StorageError, UsageError
 from ckpt.needs import require_torch
 
 from .dividing import divided, divisible
@@ -151,8 +152,11 @@ def cp(source: str, target: str, *, threads: int | None, compare: bool, dry_run:
     from ckpt.formats.native.commit import read_record
     from ckpt.io_backends.registry import join_url, open_backend
 
-    above = target.rpartition("/")[0]
-    if above and not above.endswith(":/") and read_record(open_backend(above)) is not None:
+    above, _, name = target.rpartition("/")
+    record = None
+    with suppress(StorageError) if name else nullcontext():  # what is above may be nobody's to read
+        record = read_record(open_backend(above)) if above and not above.endswith(":/") else None
+    if record is not None:
         message = "this is a checkpoint itself; a copy inside it would be hidden"
         raise ConflictError(message, where=above, hint="name the directory of a run, or a new directory without / at its end")
     if target.endswith("/"):
