@@ -235,14 +235,18 @@ def test_the_page_has_the_incidents_that_are_played() -> None:
     assert all(shown == number for shown, _, number in rows)
 
 
-def test_what_went_wrong_elsewhere_is_refused_or_right() -> None:
-    """Those whose packages are at hand, in one process; ``make incidents`` plays all."""
-    outcomes = {
-        "kempnerforge_114": "the next step is the same to the last bit",
-        "vllm_53537": "CorruptError",
-        "lightning_21813": "Checkpointer keeps it",
-        "accelerate_3996": "the next epoch with use(accelerator)",
-    }
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        {"kempnerforge_114": "the next step is the same to the last bit", "vllm_53537": "CorruptError"},
+        pytest.param(
+            {"lightning_21813": "Checkpointer keeps it", "accelerate_3996": "the next epoch with use(accelerator)"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["ckpt alone", "trainers"],
+)
+def test_what_went_wrong_elsewhere_is_refused_or_right(outcomes: dict[str, str]) -> None:
+    """Those whose packages are at hand; ``make incidents`` plays all."""
     command = [sys.executable, str(INCIDENTS), *outcomes]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
