@@ -130,6 +130,15 @@ def test_a_state_that_does_not_fit_is_no_reason_to_go_back(tmp_path: Path) -> No
         c.restore({"model": torch.nn.Linear(6, 3)})
 
 
+def test_a_metric_that_no_step_has_is_no_silent_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for metric, warned in (("loss", False), ("los", True)):
+        with ckpt.Checkpointer(tmp_path / metric, keep=Latest(1) | Best(metric, mode="min")) as c:
+            for n in (1, 2, 3):
+                c.save(n, {"x": torch.ones(3)}, metrics={"loss": n})
+        assert ("no step has this metric" in caplog.text) == warned
+        assert [s.number for s in ckpt.list_steps(tmp_path / metric)] == ([3] if warned else [1, 3])
+
+
 def test_best_takes_the_later_of_equals_and_nothing_infinite(tmp_path: Path) -> None:
     state = Job().state()
     with ckpt.Checkpointer(str(tmp_path), save=EverySteps(1)) as c:
