@@ -238,7 +238,7 @@ def diff(
     if output.json:
         output.document(_diff_fields(report))
     else:
-        _print_differences(report, output)
+        _print_differences(report, root, output)
     if not report.same:
         click.get_current_context().exit(DIFFERENT)
 
@@ -262,7 +262,7 @@ def _tolerance(rule: str) -> Tolerance:
         raise UsageError(f"--tolerance expects [GLOB=]ABS[,REL], not {rule!r}", hint=hint) from err
 
 
-def _print_differences(report: DiffReport, output: Output) -> None:
+def _print_differences(report: DiffReport, root: str | None, output: Output) -> None:
     if output.quiet:
         for name in [*(d.name for d in report.differences), *(v.path for v in report.value_differences)]:
             output.line(name)
@@ -286,7 +286,7 @@ def _print_differences(report: DiffReport, output: Output) -> None:
     output.line(f"{verdict}: compared {compared} in {units.duration(report.seconds)}")
     if any(d.kind == "dtype" for d in report.differences):
         output.talk("elements were compared as numbers; to allow two dtypes and their rounding: --no-dtypes --tolerance 0,0.004")
-    _suggest_names(report, output)
+    _suggest_names(report, root, output)
 
 
 def _severity(difference: TensorDifference) -> tuple[int, float, float, int, str]:
@@ -336,14 +336,15 @@ def _descend(path: str, left: Any, right: Any) -> Iterator[tuple[str, str | None
         yield path, None if left is _NOTHING else text(left), None if right is _NOTHING else text(right)
 
 
-def _suggest_names(report: DiffReport, output: Output) -> None:
+def _suggest_names(report: DiffReport, root: str | None, output: Output) -> None:
     """Where the names of one side are those of the other below a key, or with another beginning: say which option makes them equal."""
     sides = [{d.name for d in report.differences if d.kind == kind} for kind in ("only-left", "only-right")]
     for inner, outer, how in ((sides[1], sides[0], ""), (sides[0], sides[1], " and B before A")):
         keys = () if report.tensors else sorted({name.partition(".")[0] for name in outer})
         key = next((k for k in keys if inner and inner <= {name[len(k) + 1 :] for name in outer if name.startswith(f"{k}.")}), None)
         if key is not None:
-            output.talk(f"no name is in both, but those below {key!r} are: add --root {key}{how}")
+            remedy = f"compare without --root, with --only '{key}.*'" if key == root else f"add --root {key}{how}"
+            output.talk(f"no name is in both, but those below {key!r} are: {remedy}")
             return
     if not all(sides):
         return

@@ -63,6 +63,7 @@ def test_an_export_beside_what_it_was_made_of(tmp_path: Path) -> None:
     assert report.same and (report.tensors, report.values) == (3, 0)
     save_file({**state["model"], "a": state["model"]["a"] + 1}, two)
     assert [(d.name, d.kind) for d in compare(one, two, root="model").differences] == [("a", "values")]
+    assert "compare without --root, with --only 'model.*'" in run("diff", "--root", "model", one, one).stderr  # B is not below it
     for sides, told in (((one, two), "--root model\n"), ((two, one), "--root model and B before A\n")):
         found = CliRunner().invoke(cli, ["diff", *sides])
         assert found.exit_code == 3 and found.stderr.endswith(told)
