@@ -31,6 +31,7 @@ from ckpt.runs.joint import JointRun
 from ckpt.runs.members import Generation, JointOutcome, MemberChanges, check_members, member_path
 from ckpt.runs.removal import remove_at
 from ckpt.runs.step_listing import Step, list_steps
+from tests.cli.running import run as run_command
 
 T = TypeVar("T")
 NAMES = ("trainer", "buffer", "rollouts")
@@ -121,6 +122,8 @@ def test_a_member_that_does_not_come_ends_the_step_for_all_and_the_one_before_st
     assert steps(root) == [1]
     with pytest.raises(NotCommittedError, match="given up: rollouts"):
         ckpt.open(f"{root}/step-00000002")
+    watched = [run_command("watch", "--once", f"{root}/step-0000000{n}") for n in (1, 2)]
+    assert [w.exit_code for w in watched] == [0, 11] and "failed: this step was given up: rollouts" in watched[1].stdout
     assert {ended().given_up for ended in [save(run, 3) for run in runs]} == {None}
     assert restored(members(root)) == [3] * 3
 

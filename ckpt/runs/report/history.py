@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, FormatError, NotCommittedError, NotFoundError, UsageError
 from ckpt.formats.native.catalog import joint_step
 from ckpt.formats.native.commit import COMMIT_PATH, CommitRecord, read_record
 from ckpt.formats.native.paths import SPANS, data_prefix, index_path, step_number
@@ -353,9 +353,11 @@ def committed_save(backend: Backend, within: str) -> str | None:
 
 
 def committed(url: str, id: str) -> WatchSnapshot:
-    """A save that is committed, and how long it took, if that is known."""
+    """A save that is committed, and how long it took, if that is known; or that its step was given up."""
     try:
         saved = read_save(url)
+    except NotCommittedError as err:  # a step of several jobs that was given up
+        return WatchSnapshot(state="failed", url=url, id=id, reason=err.message)
     except CkptError:  # replaced or removed meanwhile
         return WatchSnapshot(state="committed", url=url, id=id)
     seconds = saved.summary.seconds if saved.summary is not None else None
