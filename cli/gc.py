@@ -207,9 +207,8 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
             raise NotFoundError("only checkpoints of other formats are here, which gc leaves alone", where=root, hint=hint)
         raise none_here(root)
     facts = infos(steps, joint=joint_uses(root, steps))
-    policies = [*map(parse_keep, rules)]
-    _check_metrics(root, policies, facts)
-    keep = AnyOf(*policies) if policies else All()
+    keep = AnyOf(*map(parse_keep, rules)) if rules else All()
+    _check_metrics(root, keep, facts)
     verdicts = retention(keep, facts, datetime.fromtimestamp(now, timezone.utc), abandoned=not abandoned)
     sizes = stored_sizes(steps)
     reasons = {v.step: v.reasons for v in verdicts}
@@ -240,17 +239,15 @@ def _collect(root: str, rules: tuple[str, ...], least_age: float, *, abandoned: 
     )
 
 
-def _check_metrics(root: str, rules: Sequence[KeepPolicy], steps: Sequence[StepInfo]) -> None:
+def _check_metrics(root: str, keep: KeepPolicy, steps: Sequence[StepInfo]) -> None:
     """That a rule for the best steps names a metric that some step has: a typing error would have all of them removed."""
-    from ckpt.policies import Best
+    from ckpt.policies.keep import without_metric
 
     metrics = sorted({metric for step in steps for metric in step.metrics})
-    for rule in rules:
-        if isinstance(rule, Best) and rule.metric not in metrics and steps:
-            there, hint = f"they have {', '.join(metrics)}", f"--keep best={metrics[0]}:{rule.mode}" if metrics else "save with metrics="
-            raise UsageError(
-                f"no checkpoint has the metric {rule.metric!r}; {there if metrics else 'they have none'}", where=root, hint=hint
-            )
+    for rule in without_metric(keep, steps):
+        there = f"they have {', '.join(metrics)}" if metrics else "they have none"
+        hint = f"--keep best={metrics[0]}:{rule.mode}" if metrics else "save with metrics=, or leave the rule out"
+        raise UsageError(f"no checkpoint has the metric {rule.metric!r}; {there}", where=root, hint=hint)
 
 
 def _link_reasons(step: Step, *, removed: bool) -> list[str]:

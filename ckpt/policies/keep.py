@@ -341,6 +341,13 @@ def retention(keep: KeepPolicy, steps: Sequence[StepInfo], now: datetime, *, aba
     return Verdicts(tuple(verdicts), _users_first([s for s in committed if s.step not in kept]))
 
 
+def without_metric(keep: KeepPolicy, steps: Sequence[StepInfo]) -> tuple[Best, ...]:
+    """The rules of ``keep`` for the best steps that keep none, because no committed step has their metric: a typing error, perhaps."""
+    committed = [s for s in steps if s.committed]
+    best = [rule for rule in flat([keep]) if isinstance(rule, Best)] if committed else []
+    return tuple(rule for rule in best if not any(rule.metric in s.metrics for s in committed))
+
+
 def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[int]:
     """``kept``, what steps outside ``committed`` refer to, and what any of these refer to, and so on."""
     known = {s.step for s in committed}

@@ -39,6 +39,7 @@ from ckpt.formats.native.commit import COMMIT_PATH, JOINT, CommitRecord, MemberC
 from ckpt.formats.native.virtual import GENERATION_LIMIT, GENERATION_PATH, MARKS
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.policies import KeepPolicy, retention
+from ckpt.policies.keep import without_metric
 from ckpt.text import parse_object
 
 from .lineage import branches_after
@@ -427,10 +428,13 @@ class JointRun:
         """Remove the joint steps that no rule keeps, with the checkpoints of their members, and what is left of steps that an
         earlier generation gave up. Gives the steps that went."""
         steps = self.steps()
-        verdicts = retention(keep, infos(steps), datetime.now(timezone.utc))
+        facts = infos(steps)
+        verdicts = retention(keep, facts, datetime.now(timezone.utc))
         generation = self.check_present()
         newest = max(self._newest, -1 if generation.step is None else generation.step)  # what lies above may be saved again just now
         going = [s for s in steps if s.members and s.number in verdicts.removed]
+        for rule in without_metric(keep, facts) if going else ():
+            log.warning("steps are removed from %s, and %r keeps none: no step has this metric", self.root, rule)
         marks = f"{MARKS}/{generation.id}"  # with these a member may still ask what became of the step
         below = [s for s in steps if s.prepared and s.number is not None and s.number < newest]
         given_up = [s for s in below if not self._marks(f"{directory_name(s)}/{marks}")]

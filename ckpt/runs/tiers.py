@@ -22,8 +22,8 @@ from ckpt.concurrency import Pending, Rounds
 from ckpt.errors import CkptError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import is_file_system, open_backend, real_url
-from ckpt.policies import All, Best, KeepPolicy, Latest, retention
-from ckpt.policies.save import flat
+from ckpt.policies import All, KeepPolicy, Latest, retention
+from ckpt.policies.keep import without_metric
 
 from .lineage import branches_after
 from .members import check_no_member
@@ -393,9 +393,8 @@ def _remove(
         facts = infos([s if s.number is not None and steps[s.number] is s else replace(s, number=None) for s in committed], bases=bases)
         going = [steps[number] for number in retention(keep, facts, datetime.now(timezone.utc)).removed]
         referrers = {info.step: info.users for info in facts}
-        for rule in flat([keep]) if going else ():
-            if isinstance(rule, Best) and not any(rule.metric in info.metrics for info in facts):
-                log.warning("steps are removed from %s, and %r keeps none: no step has this metric", root, rule)
+        for rule in without_metric(keep, facts) if going else ():
+            log.warning("steps are removed from %s, and %r keeps none: no step has this metric", root, rule)
         for step in remove_steps(root, going, referrers, busy, known.list):
             if step.link is None and step.number is not None:
                 log.info("step %d is removed from %s", step.number, root)
