@@ -79,7 +79,7 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ and _takes_files(SHM):
 older_torch.adapt()
 
 # No time limit per example: the machines that run this are shared. Few examples: each run draws others.
-hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=40)
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True, max_examples=25)
 hypothesis.settings.register_profile("thorough", parent=hypothesis.settings.get_profile("default"), max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

@@ -94,9 +94,17 @@ def train_on(layout: str, url: str, codec: Any) -> list[str]:
     return problems
 
 
-def test_training_goes_on_while_the_state_of_the_call_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "trained",
+    [
+        (("fsdp2", None), ("ddp2", "planes-zstd")),
+        pytest.param((("ddp2", None), ("tp2", None)), marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_while_the_state_of_the_call_is_saved(
+    ranks: Ranks, tmp_path: Path, trained: tuple[tuple[str, str | None], ...]
+) -> None:
     """The forward pass changes buffers, which are replicated: each rank compares those of the call."""
-    trained = (("fsdp2", None), ("ddp2", None), ("ddp2", "planes-zstd"), ("tp2", None))
     calls = [(train_on, layout, f"{tmp_path}/{layout}-{codec}", codec) for layout, codec in trained]
     for how, problems in zip(trained, ranks.run_in_turn(2, calls), strict=True):
         assert (how, problems) == (how, [[], []])

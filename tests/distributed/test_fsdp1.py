@@ -137,7 +137,7 @@ def goes_on(layouts: list[str], root: str) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, world: int) -> None:
     layouts = [name for name, (size, _) in LAYOUTS.items() if size == world and name not in ("fsdp2", "ddp2")]
     for problems in ranks.run(world, goes_on, layouts, str(tmp_path)):

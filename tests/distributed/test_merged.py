@@ -255,7 +255,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[C
     return make
 
 
-PLACES = [(case, world) for case in WANTED for world in (1, 2, 3, 4)]
+PLACES = [pytest.param(case, world, marks=pytest.mark.slow if world == 2 else ()) for case in WANTED for world in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -269,13 +269,15 @@ def test_every_reader_finds_the_same_bytes(saved: Callable[[Case, int], Saved], 
     assert verify(url).problems == ()
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(4, 3), (3, 2), (2, 4), (1, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(4, 3), (1, 4), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((3, 2), (2, 4), (1, 3), (4, 1)))]
+)
 def test_loads_into_other_layouts(ranks: Ranks, saved: Callable[[Case, int], Saved], saver: int, loader: int) -> None:
     urls = {case.__name__: list(saved(case, saver).urls.values()) for case in WANTED}
     assert ranks.run(loader, load_all, urls) == [[]] * loader
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
 @pytest.mark.parametrize("case", [zero, hsdp, over_rows, stages])
 def test_merged_grids_are_regular_and_coarser(saved: Callable[[Case, int], Saved], case: Case, world: int) -> None:
     made = saved(case, world)
@@ -307,7 +309,7 @@ def save_each(folder: str, copies: int) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.parametrize(("world", "copies"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize(("world", "copies"), [(3, 1), (4, 2), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 1), (4, 1)))])
 def test_at_most_half_a_row_is_sent_at_each_boundary(ranks: Ranks, tmp_path: Path, world: int, copies: int) -> None:
     told = ranks.run(world, save_each, str(tmp_path), copies)
     boundaries = world // copies - 1
@@ -384,7 +386,7 @@ def load_trained(urls: list[str]) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(3, 2), (2, 4)])
+@pytest.mark.parametrize(("saver", "loader"), [(3, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_optimizer_state_beside_flat_parameters(ranks: Ranks, tmp_path: Path, saver: int, loader: int) -> None:
     urls = []
     for way in ("merged", "boxes", "lazy, coded"):

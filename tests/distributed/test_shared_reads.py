@@ -91,11 +91,11 @@ EACH: list[dict[str, Any]] = [{}, ALL, ALL | {"apart": True}, ALL | {"job": ckpt
     ("source", "saved", "target", "loaded"),
     [
         ("rows", 2, "columns", 2),
-        ("rows", 2, "rows", 3),
+        pytest.param("rows", 2, "rows", 3, marks=pytest.mark.slow),
         ("fsdp-tp", 4, "rows", 4),
         ("columns", 3, "fsdp-tp", 4),
         ("rows", 2, "hsdp", 4),
-        ("rows", 4, "whole", 1),
+        pytest.param("rows", 4, "whole", 1, marks=pytest.mark.slow),
     ],
 )
 def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, source: str, saved: int, target: str, loaded: int) -> None:
@@ -113,7 +113,7 @@ def test_each_byte_is_read_once(ranks: Ranks, tmp_path: Path, source: str, saved
             assert all(r.bytes_unverified == 0 and r.bytes_read + r.bytes_received >= r.bytes_needed for r in reports)
 
 
-@pytest.mark.parametrize("codec", ["zstd", "planes-zstd"])
+@pytest.mark.parametrize("codec", [pytest.param("zstd", marks=pytest.mark.slow), "planes-zstd"])
 def test_coded_chunks_are_decoded_once(ranks: Ranks, tmp_path: Path, codec: str) -> None:
     url = str(tmp_path / "a")
     ranks.run(2, save_in, url, "rows", codec)
@@ -226,7 +226,7 @@ def load_without_collector(url: str, threads: int) -> list[str]:
     return [name for o in gc.get_objects() if (name := type(o).__name__) in ("ReadExchange", "SlotPool", "SharedReads", "Exchange")]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_nothing_is_left_for_the_collector(ranks: Ranks, tmp_path: Path, threads: int) -> None:
     """The slots are free when a load returns."""
     url = str(tmp_path / "a")

@@ -63,7 +63,7 @@ def shown(found: Any) -> str:
     return f"{next(owners, 'unnamed')}: {len(found)} in {reprlib.repr(found)}"
 
 
-@pytest.mark.parametrize("way", ["reuse", "local", "memory, local"])
+@pytest.mark.parametrize("way", ["reuse", pytest.param("local", marks=pytest.mark.slow), "memory, local"])
 def test_saves_leave_nothing_behind(ranks: Ranks, tmp_path: Path, way: str) -> None:
     with ExitStack() as stack:
         for machine in range(2 if "memory" in way else 0):

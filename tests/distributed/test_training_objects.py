@@ -62,7 +62,7 @@ def load_and_go_on(layout: str, url: str) -> tuple[Full, float]:
     return full_state(which.steps(1)), loss
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, world: int) -> None:
     runs = [(layout, str(tmp_path / layout)) for layout in TORCH_LAYOUTS if world_size(layout) == world]
     saved = ranks.run_in_turn(world, [(save_and_go_on, *run) for run in runs])

@@ -26,12 +26,12 @@ MOMENTS = ["before", "after"]
 
 
 def on_each_backend(*choices: Sequence[str]) -> list[Any]:
-    """Every combination on a file system; in memory by default those that lie as the fields of one colour, so that all pairs are there."""
-    every = list(product(*(list(enumerate(choice)) for choice in choices)))
-    marks = [pytest.mark.slow if sum(number for number, _ in each) % 2 else () for each in every]
-    values = [tuple(value for _, value in each) for each in every]
-    in_memory = [pytest.param("memory", *value, marks=mark) for value, mark in zip(values, marks, strict=True)]
-    return [*(("posix", *value) for value in values), *in_memory]
+    """Every combination: by default those of one colour on a file system, and those of the other in memory, so that all pairs are there."""
+    return [
+        pytest.param(root, *(value for _, value in each), marks=() if sum(number for number, _ in each) % 2 == colour else pytest.mark.slow)
+        for colour, root in enumerate(("posix", "memory"))
+        for each in product(*(list(enumerate(choice)) for choice in choices))
+    ]
 
 
 def save(url: str, number: int, fault: Fault | None = None, threads: int = 1) -> tuple[BaseException | None, FaultyProcess]:

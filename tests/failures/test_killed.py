@@ -155,7 +155,7 @@ def check(before: Used, after: Used, saves: int) -> None:
     assert after.keys <= before.keys, text
 
 
-@pytest.mark.parametrize("saves", [400, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("saves", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_saves_of_one_process(ranks: Ranks, directory: str, saves: int) -> None:
     before, after = ranks.run(1, many_saves, directory, saves, 100, False, process_group=False, timeout=120)[0]
     check(before, after, saves - 100)

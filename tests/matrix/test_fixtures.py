@@ -87,8 +87,8 @@ def test_every_tensor(held: Held) -> None:
             assert same(view[name][row], tensor[row]), (name, row)
 
 
-def test_loaded(held: Held) -> None:
-    assert_same(loaded(held.url, held.tensors), held.tensors)
+def test_loaded(one: Held) -> None:
+    assert_same(loaded(one.url, one.tensors), one.tensors)
 
 
 def test_imported(one: Held, tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def differing(found: Tensors, expected: Tensors) -> list[str]:
     ("path", "more"),
     [
         ("megatron/tp2pp2vpp2ep2/legacy", {}),
-        ("megatron/tp2pp2vpp2/dp_reshardable", {}),
-        ("megatron/pp2tied/dp_reshardable", {}),
-        ("deepspeed/pipeline", {"tied": {"0.weight": "tied_modules.embed.weight"}}),
+        pytest.param("megatron/tp2pp2vpp2/dp_reshardable", {}, marks=pytest.mark.slow),
+        pytest.param("megatron/pp2tied/dp_reshardable", {}, marks=pytest.mark.slow),
+        pytest.param("deepspeed/pipeline", {"tied": {"0.weight": "tied_modules.embed.weight"}}, marks=pytest.mark.slow),
         ("deepspeed/experts", {"tied": {"head.weight": "emb.weight"}, "frozen": ["frozen", "buf"]}),
         ("deepspeed/zero3", {"frozen": ["frozen", "buf"]}),
     ],
@@ -64,7 +64,7 @@ OF_DCP = {"optim.state.*": f"{PARAMETER}*", "optim.*": "optimizer.*"}
 """DCP names the parameters of an optimizer within the model; this one is called otherwise too."""
 
 
-@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@pytest.mark.parametrize("sizes", [pytest.param((2,), marks=pytest.mark.slow), (2, 2)])
 @pytest.mark.parametrize("name", ["fsdp1_sharded_orig0", "fsdp1_sharded_orig1", "fsdp2_ws2"])
 def test_fsdp_of_two_into_tensor_parallelism(name: str, sizes: tuple[int, ...], ranks: Ranks, tmp_path: Path) -> None:
     """On two ranks, and on two by two with FSDP2 over the parts; sizes do not divide."""
@@ -80,7 +80,7 @@ ROWS = {"embed_tokens.weight": 0, "lm_head.weight": 0, "q_proj.weight": 0, "k_pr
 COLUMNS = {"o_proj.weight": 1, "gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1, "w1.weight": 0, "w2.weight": 1}
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("llama", (2,)), ("llama", (2, 2)), ("mixtral", (3, 1))])
+@pytest.mark.parametrize(("name", "sizes"), [pytest.param("llama", (2,), marks=pytest.mark.slow), ("llama", (2, 2)), ("mixtral", (3, 1))])
 def test_hugging_face_into_tensor_parallelism(name: str, sizes: tuple[int, ...], ranks: Ranks, tmp_path: Path) -> None:
     url, stored = known(f"hf/{name}", tmp_path, tmp_path)
     expected = {f"model.{n}": t for n, t in stored.items()}
@@ -95,14 +95,14 @@ def test_hugging_face_into_tensor_parallelism(name: str, sizes: tuple[int, ...],
     [
         ("tp2pp2vpp2", 1, {}),
         ("tp2pp2vpp2", 4, {"pp": 4}),
-        ("tp2pp2vpp2", 4, {"tp": 4}),
-        ("tp2pp2vpp2ep2", 1, {}),
+        pytest.param("tp2pp2vpp2", 4, {"tp": 4}, marks=pytest.mark.slow),
+        pytest.param("tp2pp2vpp2ep2", 1, {}, marks=pytest.mark.slow),
         ("tp2pp2vpp2ep2", 4, {"tp": 4, "ep": 4}),
-        ("tp2pp2vpp2ep2", 4, {"pp": 2, "ep": 2}),
+        pytest.param("tp2pp2vpp2ep2", 4, {"pp": 2, "ep": 2}, marks=pytest.mark.slow),
         ("tp2pp2vpp2ep2", 8, {"tp": 2, "pp": 2, "vpp": 2, "ep": 2}),
         ("tp2ep2", 4, {"pp": 2, "vpp": 2, "tp": 2}),
         ("pp2tied", 2, {"tp": 2}),
-        ("pp2vpp2ep2", 2, {"tp": 2, "ep": 2}),
+        pytest.param("pp2vpp2ep2", 2, {"tp": 2, "ep": 2}, marks=pytest.mark.slow),
         ("model_space_tp2", 4, {"tp": 4, "padded": 60}),
         ("tp2ep2", 1, {"padded": 42}),
     ],

@@ -24,7 +24,7 @@ from tests.matrix.models import TRANSLATIONS, Arrays, Sizes, elsewhere, in_modul
 
 STATE = "optimizer.state.model."
 KINDS = {2: torch.bfloat16, 4: torch.float32}
-SETTINGS = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def random_bits(s: Sizes, seed: int, width: int) -> Arrays:

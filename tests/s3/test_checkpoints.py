@@ -21,6 +21,7 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.engine.verify import verify
 from ckpt.errors import GroupError, NotCommittedError, NotFoundError
+from ckpt.formats.native.paths import PROGRESS
 from ckpt.io_backends import FaultyProcess, join_url, open_backend, wrap_backends
 from tests.distributed.ranks import Lost, Ranks, at_once
 from tests.s3 import exporting as work
@@ -158,12 +159,13 @@ def test_two_hundred_checkpoints_are_listed_with_a_request_each_and_one_more(
     assert Counter(s.operation for s in seen) == {"ListObjectsV2": 1, "GetObject": 200}
 
 
-def test_twenty_thousand_small_tensors_take_as_many_requests_as_a_few(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = {f"t{i}": torch.full((16,), float(i)) for i in range(20_000)}
+def test_thousands_of_small_tensors_take_as_many_requests_as_a_few(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"t{i}": torch.full((16,), float(i)) for i in range(8_000)}
     found = {name: torch.zeros(16) for name in state}
     seen = watch(monkeypatch)
     ckpt.save(s3_url, state)
-    saved = Counter(s.operation for s in seen if ".prepare-" not in s.path)
+    beside = (".prepare-", PROGRESS)  # the trial of the store, and how far a slow save is
+    saved = Counter(s.operation for s in seen if not any(name in s.path for name in beside))
     assert saved.pop("ListMultipartUploads", 0) <= 1  # in the first save of a process
     assert saved == {"GetObject": 1, "PutObject": 7, "ListObjectsV2": 3}  # one for the look whether this is a run
     seen.clear()

@@ -71,7 +71,7 @@ def check(url: str, number: float = 1.0) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ALIKE)
 def test_options_reach_every_call(object_store: ObjectStore, options: dict[str, Any], scheme: str, tmp_path: Path) -> None:
     root = place(object_store, scheme)
     ckpt.configure_storage(f"{scheme}://tests", options)
