@@ -26,9 +26,12 @@ def __getattr__(name: str) -> Any:
 
 
 def replace_methods(of: Any, adapter: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Have methods of a library's object be those of ``adapter``, which have no underscore in front. Gives the object's own."""
+    """Have methods of a library's object be those of ``adapter``, which have no underscore in front. Gives the object's own, which an
+    earlier adapter of the kind has in ``_own``."""
     own = {name: getattr(of, name) for name in names}
     for name in names:
+        before: Any = getattr(own[name], "__self__", None)
+        own[name] = before._own[name] if type(before) is type(adapter) else own[name]
         setattr(of, name, getattr(adapter, name.removeprefix("_")))
     return own
 

@@ -100,7 +100,7 @@ class AcceleratorCheckpoints:
         """In place of ``Accelerator.load_state``. A folder that accelerate has written itself goes to its own method."""
         run = self.checkpointer
         url = run.root if input_dir is None else url_text(input_dir)
-        if input_dir is not None and not run.is_checkpoint(url) and os.path.isdir(url):
+        if input_dir is not None and run.saved_last(url)[0] != url and os.path.isdir(url):
             self._own["load_state"](url, load_kwargs, **options)
             return
         if options.pop("map_location", None) not in (None, "cpu", "on_device"):

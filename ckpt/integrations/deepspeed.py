@@ -15,9 +15,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from ckpt.engine.save.background import SaveHandle
 from ckpt.errors import UsageError
-from ckpt.io_backends.registry import join_url
+from ckpt.io_backends.registry import join_url, real_url
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy
 from ckpt.runs.named_run import NamedRun
@@ -54,12 +53,17 @@ class EngineCheckpoints:
         if exclude_frozen_parameters or not save_latest:
             hint = "use(engine, root, trainable=True) leaves frozen parameters out; the newest is found without a file that names it"
             raise UsageError("exclude_frozen_parameters and save_latest=False are not those of this save_checkpoint", hint=hint)
-        state, run = partial(self.state, client_state or {}), self.checkpointer
-        if tag is None and (save_dir is None or url_text(save_dir) == run.root):
+        state, run, root = partial(self.state, client_state or {}), self.checkpointer, self._root(save_dir)
+        if tag is None and root == run.root:
             run.save(self.engine.global_steps, state)
         else:
-            run.save_at(join_url(url_text(save_dir or run.root), tag or f"global_step{self.engine.global_steps}"), state)
+            run.save_at(join_url(root, f"global_step{self.engine.global_steps}" if tag is None else str(tag)), state)
         return True
+
+    def _root(self, folder: str | os.PathLike[str] | None) -> str:
+        """A directory that was named: that of the run in the words of the run."""
+        own = self.checkpointer.root
+        return own if folder is None or real_url(url_text(folder)) == real_url(own) else url_text(folder)
 
     def load_checkpoint(
         self,
@@ -71,42 +75,32 @@ class EngineCheckpoints:
         load_module_only: bool = False,  # noqa: FBT001
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """In place of ``DeepSpeedEngine.load_checkpoint``; what DeepSpeed has written itself goes to its own method. Gives the URL and the
-        client's state; twice None if there is no checkpoint."""
-        run = self.checkpointer
-        root = run.root if load_dir is None else url_text(load_dir)
-        url = join_url(root, tag) if tag is not None else root
-        ours = run.is_checkpoint(url)
-        if not ours and (tag is not None or os.path.exists(os.path.join(root, "latest"))):
+        """In place of ``DeepSpeedEngine.load_checkpoint``; what DeepSpeed has written itself goes to its own method. Without a ``tag`` what
+        was saved last, under any; DeepSpeed's own while there is nothing else. Gives the URL and the client's state; twice None if there is
+        no checkpoint."""
+        run, root = self.checkpointer, self._root(load_dir)
+        last, is_step = run.saved_last(root if tag is None else join_url(root, str(tag)))
+        if last is None and (tag is not None or os.path.exists(os.path.join(root, "latest"))):
             flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
             loaded: tuple[str | None, dict[str, Any] | None] = self._own["load_checkpoint"](root, tag, *flags)
             return loaded
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is not called by this load_checkpoint", hint="ckpt.load(url, state, rename=...) maps names")
-        parts = {
-            "optimizer": load_optimizer_states and not load_module_only,
-            "lr_scheduler": load_lr_scheduler_states and not load_module_only,
-            "counters": not load_module_only,
-        }
-        only = ["engine.module.*", *(f"engine.{name}*" for name, wanted in parts.items() if wanted), "client_state*"]
-        options: dict[str, Any] = {"strict": load_module_strict} | ({} if all(parts.values()) else {"only": only})
+        wanted = {"optimizer": load_optimizer_states, "lr_scheduler": load_lr_scheduler_states, "counters": True}
+        parts = [name for name, is_so in wanted.items() if is_so and not load_module_only]
+        only = ["engine.module.*", *(f"engine.{name}*" for name in parts), "client_state*"]
+        options: dict[str, Any] = {"strict": load_module_strict} | ({} if len(parts) == len(wanted) else {"only": only})
         client = ReceivedState()  # takes tensors, too, which an empty dict does not
         state = {"engine": self.engine, "client_state": client}
-        if ours:
-            run.load_from(url, state, **options)
-        elif root == run.root:
-            step = run.restore(state, **options)
-            if step is None:
-                return None, None
-            url = run.url(step)
-        else:
-            raise UsageError(f"{root} is neither a checkpoint nor the run", hint="name the checkpoint, or a tag below the directory")
-        return url, client.value or {}
-
-    @property
-    def handle(self) -> SaveHandle | None:
-        """The last save, until somebody was told how it ended."""
-        return self.checkpointer.handle
+        if last is not None and not is_step:
+            run.load_from(last, state, **options)
+        elif root != run.root:
+            raise UsageError(f"there is no checkpoint in {root}", hint="name the directory that save_checkpoint was given, or its run")
+        elif run.restore(state, **options) is None:
+            return None, None
+        elif run.restored_from is not None:  # a damaged one is passed over
+            last = run.restored_from.url
+        return last, client.value or {}
 
 
 def use(engine: DeepSpeedEngine, root: str | os.PathLike[str], *, keep: KeepPolicy | None = None, **options: Any) -> EngineCheckpoints:

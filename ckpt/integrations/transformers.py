@@ -26,7 +26,7 @@ from ckpt.api import open as open_view
 from ckpt.errors import StateError, StorageError, UsageError
 from ckpt.formats.native.paths import step_number
 from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends.registry import open_backend, real_url
+from ckpt.io_backends.registry import join_url, open_backend, real_url
 from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, KeepPolicy, Latest, SavePolicy, StepInfo
 from ckpt.runs.checkpointer import Checkpointer, agreed_latest
@@ -45,14 +45,7 @@ with needed("transformers", "transformers"):
 
 log = logging.getLogger("ckpt")
 
-_REPLACED = (
-    "train",
-    "_save_checkpoint",
-    "_load_from_checkpoint",
-    "_load_optimizer_and_scheduler",
-    "_load_rng_state",
-    "_load_best_model",
-)
+_REPLACED = ("train", "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_best_model")
 
 
 class BestOfTrainer(KeepPolicy):
@@ -191,17 +184,20 @@ class CheckpointCallback(TrainerCallback):
 
     def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """In place of ``Trainer.train``. The URL of a checkpoint of ckpt: from there; another path goes to the trainer as it is. ``False``
-        starts from the beginning, ``True`` does not.
+        starts from the beginning, ``True`` does not. A trial of a hyperparameter search is a run of its own, such as ``run-0`` below the
+        root, and starts from the beginning.
 
         Raises:
             UsageError: ``True``, and there is no checkpoint.
         """
         _check(self.trainer)
-        options = self.options if self.policy is None else {"save": self.policy, **self.options}
-        with Checkpointer(self.root, **options) as self.checkpointer, TemporaryDirectory() as folder:
-            self._sidecars = Sidecars(self.root) if self.trainer.args.process_index == 0 else None
+        options, root = self.options if self.policy is None else {"save": self.policy, **self.options}, self.root
+        if kwargs.get("trial") is not None:
+            root = join_url(root, os.path.basename(self.trainer._get_output_dir(kwargs["trial"])))
+            resume_from_checkpoint = resume_from_checkpoint or False
+        with Checkpointer(root, **options) as self.checkpointer, TemporaryDirectory() as folder:
+            self._sidecars = Sidecars(root) if self.trainer.args.process_index == 0 else None
             self._failed = FailedSaves(options.get("give_up_after", 1), leads=True)
-            self._saved = None
             self._url = self._from(resume_from_checkpoint)
             self._folder = folder if self._url is not None else None
             if self._url is not None:
@@ -218,6 +214,7 @@ class CheckpointCallback(TrainerCallback):
         return result
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved = None  # also if the trainer begins anew with a smaller batch
         if state.best_model_checkpoint is None:  # the trainer looks for a directory on this machine, and forgets the best one without it
             self._note_best(state)
 
@@ -247,7 +244,7 @@ class CheckpointCallback(TrainerCallback):
             self._step = agreed_latest(self.running)
             if self._step is None and given:
                 hint = "resume_from_checkpoint=None goes on if there is one, and starts from the beginning if not"
-                raise UsageError(f"no valid checkpoint found in {self.root}", hint=hint)
+                raise UsageError(f"no valid checkpoint found in {self.running.root}", hint=hint)
             if self._step is None:
                 return None
             # This rank's own listing may have a later one, or not have it yet.
@@ -328,6 +325,7 @@ def use(
     options["keep"] = keep | BestOfTrainer(trainer) if trainer.args.load_best_model_at_end else keep
     _check(trainer)
     made = CheckpointCallback(trainer, root, save, options, weights=weights)
+    trainer.remove_callback(CheckpointCallback)
     trainer.add_callback(made)
     return made
 
@@ -337,5 +335,6 @@ def _check(trainer: Trainer) -> None:
     problems = {
         "DeepSpeed, which has an engine of its own": trainer.is_deepspeed_enabled,
         "FSDP version 1: set fsdp_version to 2": trainer.is_fsdp_enabled and getattr(plugin, "fsdp_version", 1) != 2,
+        "a push of each checkpoint: set hub_strategy to end": trainer.args.push_to_hub and trainer.args.hub_strategy != "end",
     }
     refuse("transformers", problems)

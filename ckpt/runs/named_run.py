@@ -9,10 +9,10 @@ from ckpt.api import load, save_async
 from ckpt.engine.save.background import SaveHandle
 from ckpt.engine.save.options import SaveArguments
 from ckpt.errors import UsageError
-from ckpt.formats.native.writer import committed_id
-from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.io_backends.registry import join_url
 
 from .checkpointer import Checkpointer, job_of
+from .step_listing import list_steps
 
 
 class NamedRun(Checkpointer):
@@ -39,12 +39,20 @@ class NamedRun(Checkpointer):
             made = state()
         self._elsewhere = save_async(url, made, **self._saving)
 
-    def is_checkpoint(self, url: str) -> bool:
-        """Whether a checkpoint of ckpt is there, as the leading rank sees it, once the save that goes on is; collective."""
+    def saved_last(self, root: str) -> tuple[str | None, bool]:
+        """URL of the checkpoint that was saved last at ``root`` or below it, under any name, as the leading rank sees it, and whether
+        :meth:`restore` takes it; None if there is none. Waits for the save that goes on; collective."""
         self.wait()
+
+        def look() -> tuple[str | None, bool]:
+            there = [s for s in list_steps(root) if s.id is not None]
+            last = max(there, key=lambda s: s.id or "", default=None)
+            highest = max((s.number for s in there if s.number is not None and s.abandoned is None), default=-1)
+            return (last.url, last.url == self._place(max(highest, 0))) if last is not None else (None, False)
+
         group, timeout = job_of(self)
-        call = group.call("load", url, timeout)
-        return bool(call.map_reduce("format", dict, lambda rows: committed_id(open_backend(url)) is not None))
+        url, is_step = group.call("load", root, timeout).map_reduce("latest", dict, lambda rows: look())
+        return url, is_step
 
     def load_from(self, url: str, state: Mapping[str, Any], **options: Any) -> None:
         """Load what is at ``url``, with the options of the run."""

@@ -147,7 +147,29 @@ def failing(self):
         raise ckpt.errors.StorageError("the storage failed")
 integration.Sidecars.wait = failing
 hf_trainer.use = lambda trainer, run, **given: use(trainer, run, give_up_after=2)
-told += [train(f"{runs}/outage", epochs=1).state.global_step]
+trainer = train(f"{runs}/outage", epochs=1)
+told += [trainer.state.global_step]
+import transformers.integrations
+from transformers.trainer_utils import HPSearchBackend
+transformers.integrations.hp_params = dict  # as of the packages that search
+class Full(hf_trainer.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 5 and trainer._train_batch_size == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+trainer.args.auto_find_batch_size = True
+trainer.add_callback(Full())
+use(trainer, f"{runs}/full")
+trainer.train()
+told += [json.loads(ckpt.open(f"{runs}/full/step-00000005").state()["trainer"])["train_batch_size"]]
+class Trial(dict):
+    params = {}
+use(trainer, f"{runs}/search")
+trainer.hp_search_backend, trainer.hp_space = HPSearchBackend.OPTUNA, lambda trial: {"per_device_train_batch_size": 3}
+for Trial.number in (0, 1, 1):
+    trainer.train(trial=Trial())
+    told += [len(losses(trainer, 0)), [s.number for s in ckpt.list_steps(f"{runs}/search/run-{Trial.number}")]]
+trainer.args.push_to_hub = True
+refused(lambda: use(trainer, f"{runs}/search"))
 """
 
 
@@ -162,7 +184,7 @@ def test_the_best_model_is_loaded_and_the_model_alone_saved(trainer_runs: tuple[
     """The best is an early step, by a metric that gets worse: it outlives ``save_total_limit``, and a resumed run still knows it; a best
     step that was not saved is no checkpoint. What ``from_pretrained`` needs lies beside it, and goes with what retention removes."""
     runs, (best, *rest) = trainer_runs[0] / "older", trainer_runs[2][5:]
-    assert best in (5, 10, 15) and rest == [True, best, True, True, None, 12, True, 6]
+    assert best in (5, 10, 15) and rest[:8] == [True, best, True, True, None, 12, True, 6]
     assert steps_of(runs / "best") == [best, 24]
     there = sorted(path.name for path in (runs / "best").iterdir())
     assert there == ["ckpt-log.json", "logs", f"step-{best:08d}", "step-00000024"]
@@ -170,6 +192,13 @@ def test_the_best_model_is_loaded_and_the_model_alone_saved(trainer_runs: tuple[
     assert beside == {"checkpoint.json", "config.json", "generation_config.json", "model.safetensors"}
     assert {"model", "trainer"} == ckpt.open(str(runs / "only" / "step-00000012")).state().keys()
     assert not (runs / "only" / "step-00000012" / "model.safetensors").exists()
+
+
+def test_a_smaller_batch_and_each_trial_begin_anew(trainer_runs: tuple[Path, Any, Any]) -> None:
+    """What the trainer makes of an error of memory is saved over what it had; no trial of a search goes on from another one."""
+    size, *trials, refused = trainer_runs[2][14:]
+    assert size == 3 and trials == [8, [5, 8]] * 3
+    assert "a push of each checkpoint: set hub_strategy to end" in refused
 
 
 @pytest.mark.slow

@@ -129,6 +129,20 @@ class Used(Engine):
         assert loaded.endswith("global_step2") and (client["epoch"], client["seen"].tolist()) == (7, [0, 1, 2]), (loaded, client)
 
 
+class Moved(Used):
+    """In a directory of DeepSpeed's own checkpoints, and by a number as DeepSpeed takes it for a tag: what was saved last is loaded."""
+
+    def save(self, url: str) -> None:
+        self.engine.save_checkpoint(url, 0.5, {"epoch": 0})
+        super().save(url)
+        self.loads(load_dir=f"{url}/")
+        self.engine.save_checkpoint(f"{url}/", 0, {"epoch": 8})
+
+    def load(self, url: str) -> None:
+        use(self.engine, url)
+        assert self.engine.load_checkpoint() == self.engine.load_checkpoint(url, 0) == (f"{url}/0", {"epoch": 8})
+
+
 class Again(Engine):
     """A second engine around the module of one that was saved before, as of a second phase of training."""
 
@@ -228,6 +242,7 @@ CASES: dict[str, Any] = {
     "stage-1-in-background": engine(1, kind=InBackground),
     "stage-3-in-background": engine(3, kind=InBackground),
     "use-stage-2": engine(2, kind=Used),
+    "use-after-own": engine(2, kind=Moved),
     "one-rank-fails-stage-1": failing(engine(1), lambda job: raising(job.engine.lr_scheduler, "state_dict"), late=True),
     "one-rank-fails-stage-3": failing(engine(3), lambda job: raising(job.engine.lr_scheduler, "state_dict")),
     "use-one-rank-fails": failing(engine(2, kind=Used), lambda job: raising(job.engine.lr_scheduler, "state_dict")),

@@ -70,12 +70,7 @@ class RecordingTensor(torch.Tensor):
         cls: type[RecordingTensor], geometry: torch.Tensor, names: frozenset[str], origin: Origin | None, device: torch.device
     ) -> RecordingTensor:
         made: RecordingTensor = torch.Tensor._make_wrapper_subclass(
-            cls,
-            geometry.shape,
-            strides=geometry.stride(),
-            storage_offset=geometry.storage_offset(),
-            dtype=geometry.dtype,
-            device=device,
+            cls, geometry.shape, strides=geometry.stride(), storage_offset=geometry.storage_offset(), dtype=geometry.dtype, device=device
         )
         made.geometry, made.names, made.origin = geometry, names, origin
         return made
