@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from .measure import cpu_seconds, transferred
-from .places import Place, filesystem_of, machine
+from .places import Place, machine
 from .replay import COUNTER
 
 MODEL = {"num_layers": 8, "transformer.hidden_size": 512, "transformer.ffn_hidden_size": 2048, "transformer.vocab_size": 16000}
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="a folder on the storage to measure")
     folder = parser.parse_args().folder
-    print(f"{machine()}, {filesystem_of(str(folder))}")
+    print(f"{machine()}, {Place(str(folder)).filesystem}")
     print("| plug-in | write s, p50 / p99 | CPU s | requests | read s, p50 / p99 | CPU s | requests | MB written |\n|" + "---|" * 8)
     for contestant in CONTESTANTS if find_spec("torch_checkpointing") else CONTESTANTS[:-1]:
         with tempfile.TemporaryDirectory(dir=folder) as place:

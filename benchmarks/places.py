@@ -1,19 +1,25 @@
-"""Where a benchmark runs: a directory of its own on each file system, removed afterwards, and the machine. Linux."""
+"""Where a benchmark runs: a directory of its own on each file system or in a bucket, removed afterwards, and the machine. Linux."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+from uuid import uuid4
+
+from ckpt.io_backends import open_backend
 
 
 @dataclass(eq=False)
 class Place:
-    """A temporary directory below ``parent``; a context manager."""
+    """A temporary directory below ``parent``, which may be ``s3://bucket/prefix``; a context manager."""
 
     parent: str
     path: str = ""
@@ -21,72 +27,62 @@ class Place:
     @property
     def filesystem(self) -> str:
         """Type of the file system, such as ``tmpfs`` or ``ext4``."""
-        return filesystem_of(self.parent)
+        if self.remote:
+            return "object store"
+        return subprocess.check_output(["findmnt", "-nvo", "FSTYPE", "-T", self.parent], text=True).strip()
+
+    @property
+    def remote(self) -> bool:
+        return "://" in self.parent
 
     @property
     def label(self) -> str:
         return f"{self.parent} ({self.filesystem})"
 
     def __enter__(self) -> Place:
-        self.path = tempfile.mkdtemp(prefix="ckpt-bench-", dir=self.parent)
+        self.path = f"{self.parent}/{uuid4()}" if self.remote else tempfile.mkdtemp(prefix="ckpt-bench-", dir=self.parent)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._clear(self.path)
 
     def fresh(self, name: str) -> str:
         """A path in it where nothing is."""
         path = os.path.join(self.path, name.replace(" ", "-"))
-        shutil.rmtree(path, ignore_errors=True)
+        self._clear(path)
         return path
+
+    def _clear(self, path: str) -> None:
+        if self.remote:
+            backend = open_backend(path)
+            backend.delete_many([entry.path for entry in backend.list_prefix()])
+        shutil.rmtree(path, ignore_errors=True)
 
     def cool(self, directory: str) -> None:
         """Drop the files below ``directory`` from the page cache. In tmpfs, where the page cache is the storage, nothing happens."""
-        for folder, _, names in os.walk(directory):
-            for name in names:
-                fd = os.open(os.path.join(folder, name), os.O_RDONLY)
-                try:
-                    os.fsync(fd)  # only clean pages are dropped
-                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                finally:
-                    os.close(fd)
+        for path in filter(Path.is_file, Path(directory).rglob("*")):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # only clean pages are dropped
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def free(self) -> int:
-        """Bytes free."""
-        return shutil.disk_usage(self.parent).free
-
-
-def filesystem_of(path: str) -> str:
-    """The type of the file system that has ``path``, by the mount point that is nearest above it."""
-    real = os.path.realpath(path)
-    best, kind = "", "unknown"
-    with open("/proc/mounts", encoding="utf-8") as file:
-        for line in file:
-            _, point, fstype, *_ = line.split(" ")
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best):
-                best, kind = point, fstype
-    return kind
+        """Bytes free; nobody knows of a bucket."""
+        return 1 << 60 if self.remote else shutil.disk_usage(self.parent).free
 
 
 def size_of(directory: str) -> int:
     """Bytes in all files below ``directory``."""
-    return sum(os.path.getsize(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
+    return sum(entry.size for entry in open_backend(directory).list_prefix())
 
 
 def machine() -> dict[str, Any]:
     """Processor, cores, memory in bytes, kernel and Python."""
+    model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
     return {
-        "processor": _field_of("/proc/cpuinfo", "model name") or platform.machine(),
+        "processor": model[1] if model else platform.machine(),
         "cores": os.cpu_count(),
         "memory": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "load": os.getloadavg()[0],
     }
-
-
-def _field_of(path: str, name: str) -> str | None:
-    with open(path, encoding="utf-8", errors="replace") as file:
-        found = (line.partition(":")[2].strip() for line in file if line.partition(":")[0].strip() == name)
-        return next(found, None)

@@ -44,9 +44,7 @@ def default_directories() -> tuple[str, ...]:
 @click.command(context_settings={"show_default": True})
 @click.option("--size", type=click.IntRange(1), default=512, help="MB of state per rank.")
 @click.option("--ranks", type=click.IntRange(1), default=2, help="Ranks; twice as many run too where the scenario says so.")
-@click.option(
-    "--dir", "directories", multiple=True, type=click.Path(exists=True, file_okay=False), help="Where; may be given more than once."
-)
+@click.option("--dir", "directories", multiple=True, help="A directory, or s3://bucket/prefix for 'sharded' and 'small'; repeatable.")
 @click.option("--repeat", type=click.IntRange(1), default=5, help="Repetitions that count, after one that does not.")
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file.")
 @click.option("--only", multiple=True, type=click.Choice(SCENARIOS), help="Scenarios to run; may be given more than once.")
@@ -82,6 +80,8 @@ def benchmark(given: dict[str, int], directories: Sequence[str], scenarios: Sequ
         pool = stack.enter_context(Pool(most))
         places = [stack.enter_context(Place(d)) for d in directories]
         for place in places:
+            if place.remote and not {"sharded", "small"}.issuperset(scenarios):
+                raise click.UsageError(f"{place.parent} is for --only sharded and --only small")
             if place.free() < 4 * given["size"] * given["ranks"]:
                 raise click.UsageError(
                     f"{place.label} has {place.free() / 1e9:.1f} GB free: too little for 4 checkpoints; use --size or --dir"
@@ -93,9 +93,10 @@ def benchmark(given: dict[str, int], directories: Sequence[str], scenarios: Sequ
 
 
 def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: Sequence[str], *, quiet: bool) -> dict[str, Any]:
-    from . import tasks  # imports torch
-    from .scale import MORE
+    from . import async_saves, gpu, scale_load, scale_save, steady, tasks  # import torch
     from .scenarios import MOVING, Settings
+
+    more = {"async": (async_saves,), "scale": (scale_save, scale_load), "steady": (steady,), "gpu": (gpu,)}
 
     def tell(text: str) -> None:
         if not quiet:
@@ -107,9 +108,9 @@ def _run(given: dict[str, int], pool: Pool, places: Sequence[Place], scenarios: 
     findings = [
         finding
         for name in scenarios
-        if name in MORE
+        for part in more.get(name, ())
         for place in (places[:1] if name in ONCE else places)
-        for finding in MORE[name](settings, pool, place, tell)
+        for finding in part.run(settings, pool, place, tell)
     ]
     checks: list[Check] = [*checks_of(rows), *(check for finding in findings for check in finding.checks)]
     versions = pool.run(tasks.versions, on=1)[0]

@@ -56,7 +56,7 @@ def same_layout(
     prepared = pool.run(tasks.prepare, on=recipe.ranks, recipe=recipe)
     held, total = sum(nbytes for nbytes, _ in prepared), prepared[0][1]
     found: dict[tuple[str, str], Measurement] = {}
-    for repetition, contestant in turns(contestants, repeat):
+    for repetition, contestant in turns(("ckpt", "raw") if place.remote else contestants, repeat):
         directory = place.fresh(contestant)
         arguments: dict[str, Any] = {"on": recipe.ranks, "contestant": contestant, "directory": directory}
         for operation in ("save", "load"):

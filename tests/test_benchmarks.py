@@ -21,7 +21,7 @@ from benchmarks.contestants import CONTESTANTS, cut, share
 from benchmarks.faults import damage, job_of, resume, state
 from benchmarks.findings import at_least, at_most
 from benchmarks.measure import RankCost, Sample
-from benchmarks.places import Place, filesystem_of
+from benchmarks.places import Place
 from benchmarks.replay import FIGURES, LOADS, NAMES, SEEN, UNSEEN, Fit, Load, Storage, Trace, fits_of, simulated
 from benchmarks.report import aligned, checks_of, rows_of
 from benchmarks.scenarios import Measurement, turns
@@ -203,7 +203,7 @@ def test_a_block_of_the_pattern_is_a_slice_of_the_whole() -> None:
 
 
 def test_a_place_is_on_its_file_system_and_leaves_nothing(tmp_path: Path) -> None:
-    assert filesystem_of("/proc/self") == "proc"
+    assert Place("/proc/self").filesystem == "proc"
     with Place(str(tmp_path)) as place:
         Path(place.fresh("a b")).mkdir()
         assert Path(place.path).parent == tmp_path
