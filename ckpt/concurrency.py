@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar, copy_context
@@ -243,6 +244,21 @@ class _Workers(Generic[R]):
 
 patience: ContextVar[float] = ContextVar("patience", default=math.inf)
 """Seconds. Threads of ``run_tasks``, ``imap_unordered`` and ``Pending`` have that of whoever began them."""
+silence_counts_from: ContextVar[float] = ContextVar("silence_counts_from", default=math.inf)
+"""A moment (``time.monotonic``): whoever has been waited for in vain since then is not asked again."""
+
+
+@contextmanager
+def waiting_once(seconds: float = math.inf, since: float = math.inf) -> Iterator[None]:
+    """For work that harms nothing if it fails. Whoever is silent is waited for once, and no longer than ``seconds``; and no more if that
+    was already so ``since`` then."""
+    before = patience.set(min(seconds, patience.get()))
+    counted_before = silence_counts_from.set(min(since, time.monotonic(), silence_counts_from.get()))
+    try:
+        yield
+    finally:
+        patience.reset(before)
+        silence_counts_from.reset(counted_before)
 
 
 # Work that nobody waits for, and that one thread does, however often it is asked for.

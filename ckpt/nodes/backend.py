@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from ckpt.errors import CkptError, ConflictError, CorruptError, FormatError, NotFoundError, StorageError, UsageError
@@ -105,14 +106,13 @@ class SpreadBackend(Backend):
 
     def _contents(self, path: str, *, reachable: bool = True) -> Mapping[int, bytes | None]:
         """What each node has of a small file."""
+        return self._nodes.ask_all(partial(self._content, path), reachable=reachable)
 
-        def content(node: int) -> bytes | None:
-            try:
-                return self.node(node).read(path)
-            except NotFoundError:
-                return None
-
-        return self._nodes.ask_all(content, reachable=reachable)
+    def _content(self, path: str, node: int) -> bytes | None:
+        try:
+            return self.node(node).read(path)
+        except NotFoundError:
+            return None
 
     # ---- listing
 
@@ -165,10 +165,16 @@ class SpreadBackend(Backend):
 
     def put_if(self, path: str, data: bytes, *, expected: bytes | None) -> None:
         """See ``Backend.put_if``. A commit record is put on one node after another, in the order that all processes have: of two that
-        commit at once, one loses on the first node. If a node fails on the way, the record is on those before it, and so exists."""
+        commit at once, one loses on the first node. If a node fails on the way, the record is on those before it, and so exists. Where all
+        nodes have to answer, what was removed is put back, on those that do."""
         check_path(path)
         every = is_on_every_node(path)
-        contents = self._contents(path, reachable=not every)
+        errors: dict[int, StorageError] = {}
+        contents: Mapping[int, bytes | None]
+        if every and self._nodes.strict:
+            contents, errors = self._nodes.ask_each(partial(self._content, path), range(len(self._nodes.nodes)))
+        else:
+            contents = self._contents(path, reachable=not every)
         # What machines without a rank have counts, too: a record that comes later has to have the higher id.
         further = {n: c for n, c in self._contents(path).items() if n not in contents} if every and self._nodes.further else {}
         there = {node: content for node, content in {**contents, **further}.items() if content is not None}
@@ -186,6 +192,12 @@ class SpreadBackend(Backend):
                 raise StorageError(
                     f"node {self.reader.name(node)} has another commit record than a moment ago", where=f"{self.url}/{path}", hint=err.hint
                 ) from err
+            except StorageError as err:
+                if not self._nodes.strict:
+                    raise
+                errors[node] = err
+        for error in errors.values():
+            raise error
 
     def delete(self, path: str) -> None:
         """See ``Backend.delete``: on every node."""

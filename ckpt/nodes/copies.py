@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ckpt.catalog import DataFile
+from ckpt.concurrency import waiting_once
 from ckpt.engine.copied_files import FileCheck, FileCopy
 from ckpt.engine.digest_reader import DigestReader
 from ckpt.errors import CkptError, ConflictError, CorruptError, NotFoundError
@@ -321,6 +322,7 @@ class NodeCopier:
             except Exception as err:  # noqa: BLE001  the next round tries again, and ``uncopied`` stays
                 log.warning("second copies could not be made: %s", err)
 
+    @waiting_once()
     def _round(self) -> None:
         listed = list_steps(self._nodes.url)
         self._complete &= {step.id for step in listed}  # a job saves millions of steps, and few stay

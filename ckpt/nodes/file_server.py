@@ -3,6 +3,7 @@ as a backend. No torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import threading
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from ckpt.concurrency import when_dropped
+from ckpt.concurrency import patience, silence_counts_from, when_dropped
 from ckpt.errors import (
     AccessError,
     BusyError,
@@ -136,6 +137,7 @@ class NodeServer:
         self._backend = backend
         self._about = about or {}
         self._most = most
+        self._timeout = timeout
         self.network = network()
         ports = listen(store, port)
         if not ports:
@@ -153,6 +155,7 @@ class NodeServer:
 
     def _converse(self, channel: Channel) -> None:
         coming = ArrivingFile(self._backend)
+        patience.set(self._timeout)  # of this thread: who asks waits no longer either
         try:
             while channel.await_next():
                 try:
@@ -289,6 +292,8 @@ class NodeConnections:
         self._timeout = timeout
         self._same_network = same_network
         self._idle = IdleConnections[Channel](_IDLE)
+        self._silent: tuple[float, str] = -math.inf, ""
+        """When it was waited for in vain the last time, and what was said of it."""
 
     @property
     def who(self) -> str:
@@ -302,6 +307,7 @@ class NodeConnections:
         """What the node answers."""
         with self.translated():
             channel = self._idle.take(self.dial)
+            channel.timeout = min(self._timeout, patience.get())
             try:
                 send(channel, head, data)
                 answer, answered = receive(channel, into)
@@ -320,15 +326,21 @@ class NodeConnections:
 
     def dial(self) -> Channel:
         """A new connection; raises as ``wire.dial``."""
-        return dial(self._addresses, self._secret, self._timeout, peer=self.who, purpose=PURPOSE, same_network=self._same_network)
+        seconds = min(self._timeout, patience.get())
+        return dial(self._addresses, self._secret, seconds, peer=self.who, purpose=PURPOSE, same_network=self._same_network)
 
     @contextmanager
     def translated(self) -> Iterator[None]:
-        """Errors of the connection become those of a storage."""
+        """Errors of the connection become those of a storage. See ``waiting_once``."""
+        if self._silent[0] >= silence_counts_from.get():
+            raise StorageError(self._silent[1], hint="look whether the machine and the job on it still run")
         try:
             yield
         except (DeadlineError, FormatError, AccessError, ExchangeError) as err:
-            raise StorageError(f"node {self.name} is lost: {err.message}", where=err.where, hint=err.hint) from err
+            message = f"node {self.name} is lost: {err.message}"
+            if isinstance(err, DeadlineError):
+                self._silent = time.monotonic(), message
+            raise StorageError(message, where=err.where, hint=err.hint) from err
         except CkptError:
             raise
         except OSError as err:

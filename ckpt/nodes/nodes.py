@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -61,6 +61,8 @@ class NodeSet:
     """How many domains a parity group has; None for copies."""
     further: Sequence[StorageNode] = ()
     fallback: Callable[[str], Backend] | None = None
+    strict: bool = False
+    """What one node does not answer is an error, in reads too: for removing, which has to reach all."""
     read_from: Counter[int] = field(default_factory=Counter)
     """Bytes of data files that this process has read, by the number of the node, ``PARITY`` or ``ROOT``."""
     _away: dict[int, float] = field(default_factory=dict)
@@ -115,23 +117,30 @@ class NodeSet:
         (log.warning if first else log.debug)("node %s is passed over: %s", self.node(node).name, err)
 
     def ask_all(self, question: Callable[[int], R], *, reachable: bool = False) -> dict[int, R]:
-        """What each node answers, asked at once. With ``reachable``, those that are away are left out, and ``further`` ones asked, too."""
+        """What each node answers. With ``reachable``, those that are away are left out, and ``further`` ones asked, too; unless all nodes
+        have to answer."""
+        reachable = reachable and not self.strict
         asked = [n for n in range(self.total if reachable else len(self.nodes)) if not (reachable and self.is_away(n))] or [self.own]
+        answers, errors = self.ask_each(question, asked)
+        for node, err in errors.items():
+            if not reachable or node == self.own:
+                raise err
+            self.lost(node, err)
+        return answers
 
-        def ask(node: int) -> R | StorageError:
+    def ask_each(self, question: Callable[[int], R], asked: Sequence[int]) -> tuple[dict[int, R], dict[int, StorageError]]:
+        """What these nodes answer, asked at once, and why others do not: an error of one keeps no other from being asked."""
+        errors: dict[int, StorageError] = {}
+
+        def ask(node: int) -> list[R]:
             try:
-                return question(node)
+                return [question(node)]
             except StorageError as err:
-                if not reachable or node == self.own:
-                    raise
-                self.lost(node, err)
-                return err
+                errors[node] = err
+                return []
 
-        if len(asked) == 1:
-            answers: Mapping[int, R | StorageError] = {asked[0]: ask(asked[0])}
-        else:
-            answers = dict(zip(asked, map_tasks(ask, asked, _THREADS, "ckpt-nodes"), strict=True))
-        return {node: answer for node, answer in answers.items() if not isinstance(answer, StorageError)}
+        answers = map_tasks(ask, asked, _THREADS, "ckpt-nodes")
+        return {node: answer for node, found in zip(asked, answers, strict=True) for answer in found}, errors
 
 
 # Where the bytes of a file are, nearest first: here, on other nodes, computed from parity, at the root.

@@ -8,12 +8,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import xxhash
 
+from ckpt.concurrency import waiting_once
 from ckpt.errors import CkptError, UsageError
 from ckpt.io_backends.registry import is_file_system, open_below, real_url
 from ckpt.net.group import Group
@@ -167,7 +169,7 @@ class SpreadTier:
         self._know()
 
     def _know(self) -> None:
-        self._alone = replace(self.nodes, url=self.own_url, further=())
+        self._alone = replace(self.nodes, url=self.own_url, further=(), strict=True)
         register_run(self.nodes)
         register_run(self._alone)
 
@@ -225,6 +227,11 @@ class SpreadTier:
 
     def forget_sources(self) -> None:
         self.nodes.read_from.clear()
+
+    def removing(self) -> AbstractContextManager[None]:
+        """Around what removes steps here: a silent node is waited for once. The other ranks wait for the end of that where it is memory,
+        and must not take this one for dead."""
+        return waiting_once(self._timeout / 2 if self.in_memory else self._timeout)
 
     # ---- copies
 

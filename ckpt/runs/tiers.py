@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import zip_longest
@@ -308,43 +309,45 @@ class Tiers:
 
     # ---- what stays
 
-    def retain(self) -> None:
-        """Remove what need not stay where saves are committed first. A failure here harms no checkpoint."""
+    def retain(self) -> bool:
+        """Remove what need not stay where saves are committed first. Whether that worked: a failure harms no checkpoint."""
         if self._removable is None:
-            self.retain_root()
-            return
-        with self.lock:
-            _remove(self._removable, self._known_first, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
+            return self.retain_root()
+        with self.lock, self.spread.removing() if self.spread is not None else nullcontext():
+            return _remove(self._removable, self._known_first, self.local_keep, self.busy, self.removed, bases=False)  # the root has them
 
     def retain_after_save(self) -> None:
         """As :meth:`retain_in_background`, when a save has ended and none is going on. Once it also frees what earlier lives of the job
         have left in memory when they were killed in the middle of a save or of a removal: nobody else ever would, and the budget is small.
         """
-        self.retain_in_background()
-        if self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
+        retained = self.retain_in_background()
+        self._swept = self._swept and retained  # else some nodes may have files of what the others have removed
+        if not retained or self._swept or self.spread is None or not self.spread.in_memory or self._removable is None:
             return
         try:
-            for step in self._known_first.list():
-                if not step.committed and not step.damaged and step.number is not None and step.link is None:
-                    log.info("%s is freed: %s", step.url, step.reason)
-                    remove_steps(self._removable, [step], {}, relist=self._known_first.list)
+            with self.spread.removing():
+                for step in self._known_first.list():
+                    if not step.committed and not step.damaged and step.number is not None and step.link is None:
+                        log.info("%s is freed: %s", step.url, step.reason)
+                        remove_steps(self._removable, [step], {}, relist=self._known_first.list)
             self._swept = True
         except CkptError as err:
-            log.warning("what earlier saves have left in memory stays there: %s", err)
+            log.warning("what earlier saves have left in memory stays there until the next save: %s", err)
 
-    def retain_root(self) -> None:
-        """Remove what ``keep`` does not keep. A failure here harms no checkpoint."""
-        _remove(self.root, self._known_root, self.keep, self.base(), self.removed)
+    def retain_root(self) -> bool:
+        """Remove what ``keep`` does not keep; as :meth:`retain`."""
+        return _remove(self.root, self._known_root, self.keep, self.base(), self.removed)
 
-    def retain_in_background(self, *, root: bool = False) -> None:
+    def retain_in_background(self, *, root: bool = False) -> bool:
         """As :meth:`retain`, and with ``root`` as :meth:`retain_root`: no save, and no step of training, waits for thousands of deletes.
         But memory is freed now, since the next save needs it. In a run of very many steps it comes after some saves together."""
         if root and self._removable is not None and self._known_root.due():
             self._retaining_root.ask()
-        if open_backend(self._removable or self.root).io_hints.in_memory:
-            self.retain()
-        elif self._known_first.due():
+        if self.spread.in_memory if self.spread is not None else open_backend(self._removable or self.root).io_hints.in_memory:
+            return self.retain()
+        if self._known_first.due():
             self._retaining.ask()
+        return True
 
     def settle(self, seconds: float, *, rest: bool = False) -> None:
         """Wait until what was begun in the background is done, if that takes no longer. ``rest``: also what waits for further saves."""
@@ -383,9 +386,9 @@ def _remove(
     removed: Callable[[int, str, str | None], object],
     *,
     bases: bool = True,
-) -> None:
+) -> bool:
     if keep == All():
-        return
+        return True
     try:
         committed = [s for s in _list(known, root) if s.committed and not s.members]  # a step of several jobs is not this one's to remove
         steps = {s.number: s for s in committed if s.number is not None}
@@ -400,7 +403,9 @@ def _remove(
                 log.info("step %d is removed from %s", step.number, root)
                 removed(step.number, step.url, step.id)
     except CkptError as err:
-        log.warning("old checkpoints stay behind in %s: %s", root, err)
+        log.warning("old checkpoints stay in %s until a later save can remove them: %s", root, err)
+        return False
+    return True
 
 
 def _ordered(steps: Iterable[Step]) -> list[Step]:

@@ -4,6 +4,7 @@ record, changing tags. No torch."""
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ckpt.catalog import Contents
+from ckpt.concurrency import waiting_once
 from ckpt.errors import CkptError, ConflictError, NotFoundError, StorageError
 from ckpt.plan.values import part_in
 
@@ -53,6 +55,8 @@ class WriteJournal:
 
     backend: Backend
     _made: dict[str, None] = field(default_factory=dict, init=False)  # a dict for its order; threads add to it
+    began: float = field(default_factory=time.monotonic, init=False)
+    """What was silent since then is not asked again when files have to go."""
 
     @property
     def made(self) -> tuple[str, ...]:
@@ -78,7 +82,7 @@ class WriteJournal:
     def discard(self) -> None:
         """Remove what this process made. What cannot be removed stays as an orphan: the error that led here matters more."""
         for path in self.made:
-            with suppress(CkptError):
+            with suppress(CkptError), waiting_once(since=self.began):
                 self.backend.delete(path)
 
 
@@ -161,7 +165,8 @@ class CheckpointJournal(WriteJournal):
     def _holds(self, record: bytes) -> bool | None:
         """Whether the commit record is this one; None if the storage cannot say."""
         try:
-            return read_record(self.backend) == record
+            with waiting_once(since=self.began):
+                return read_record(self.backend) == record
         except CkptError:
             return None
 

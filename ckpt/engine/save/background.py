@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from ckpt.concurrency import Pending, gc_paused, program_ends
+from ckpt.concurrency import Pending, gc_paused, program_ends, waiting_once
 from ckpt.errors import BusyError, CkptError, DeadlineError, RankFailedError
 from ckpt.io_backends.checks import Retries
 from ckpt.net.group import Group
@@ -268,7 +268,7 @@ def start_save(
         heartbeat = Heartbeat(group.call("save", url, options.timeout))
         job = SaveJob.begin(heartbeat.call, options, heartbeat.beat, blocked)
         try:
-            with gc_paused():
+            with gc_paused(), waiting_once(options.timeout):
                 share = prepare(job, state, background=True)
                 capture = stage(job, share)
                 if when == "lazy":

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from ckpt import settings
 from ckpt.catalog import Contents, DataFile, TensorEntry
+from ckpt.concurrency import waiting_once
 from ckpt.errors import AccessError, ConsistencyError, StateError
 from ckpt.formats.native.clearing import BaseFiles, check_no_link, check_no_run, clear, referred_files
 from ckpt.formats.native.commit import ANCHORS, APART, CODED, REFERENCED, Branches, id_replaced, new_id, read_record
@@ -258,6 +259,7 @@ class Leader:
             index[key] = index_rows(tables.joined, tables.own, files, apart, ranks, how), IndexCache()
         return index[key]
 
+    @waiting_once()
     def remove_older(self) -> None:
         """Remove the files of the checkpoint that was replaced, and what older saves left here when they were killed.
 

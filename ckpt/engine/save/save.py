@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckpt.concurrency import Pending, gc_paused, program_ends
+from ckpt.concurrency import Pending, gc_paused, program_ends, waiting_once
 from ckpt.engine.devices import refuse_in_graph, settle_devices
 from ckpt.errors import CkptError
 from ckpt.formats.native.ranks import encode_row
@@ -126,8 +126,9 @@ def write_and_commit(job: SaveJob, share: RankShare, writer: RankWriter, leader:
             return commit(job, share, writer, leader, write(job, share, writer))
     except BaseException:
         # A leader that is slow, not dead, may commit later: files that it counts on must stay.
-        if not job.call.undecided and not _is_committed(share.backend, writer.id):
-            writer.journal.discard()
+        with waiting_once(job.call.timeout, since=writer.journal.began):
+            if not job.call.undecided and not _is_committed(share.backend, writer.id):
+                writer.journal.discard()
         raise
 
 
