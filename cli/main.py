@@ -123,11 +123,7 @@ class Commands(CommandGroup):
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         url = _documentation()
         more = "" if url is None else f"Documentation: {url}"
-        for paragraph in (
-            _GENERAL,
-            f"\b\n{_EXIT_CODES}",
-            more,
-        ):
+        for paragraph in (_GENERAL, f"\b\n{_EXIT_CODES}", more):
             formatter.write_paragraph()
             formatter.write_text(paragraph)
 
@@ -162,11 +158,7 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # n
     ctx.exit()
 
 
-@click.group(
-    "ckpt",
-    cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+@click.group("ckpt", cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and plug-ins.")
 def cli() -> None:
     """Inspect, check, convert and copy checkpoints of distributed training.

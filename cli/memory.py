@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 
 _NAMED = 4
-_KINDS = {
-    "lent": "saves in progress",
-    "dropped": "dropped, still read",
-    "spare": "spare, to be filled again",
-    "freeing": "being freed",
-}
+_KINDS = {"lent": "saves in progress", "dropped": "dropped, still read", "spare": "spare, to be filled again", "freeing": "being freed"}
 
 
 @click.group("memory", cls=CommandGroup, short_help="Run, show or end the daemon that holds checkpoints in memory.")

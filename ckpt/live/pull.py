@@ -93,13 +93,7 @@ class PieceClient:
         self.holder = holder
         with _naming(holder):
             self._channel = dial(
-                holder.addresses,
-                secret,
-                timeout,
-                peer=str(holder),
-                purpose=PURPOSE,
-                alive=alive,
-                same_network=holder.network == network(),
+                holder.addresses, secret, timeout, peer=str(holder), purpose=PURPOSE, alive=alive, same_network=holder.network == network()
             )
             try:
                 name = machine().encode() if shared else b""

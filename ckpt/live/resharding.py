@@ -250,14 +250,7 @@ class _Reshard:
 
         def beside(binding: Binding) -> Row:
             with self.job.span("plan"):
-                plan = plan_filling(
-                    binding.targets.values(),
-                    catalog,
-                    rank=rank,
-                    near=meeting.near,
-                    cache=cache.plans,
-                    source=cache.key,
-                )
+                plan = plan_filling(binding.targets.values(), catalog, rank=rank, near=meeting.near, cache=cache.plans, source=cache.key)
             refuse_pickles(binding, catalog)
             binding.misfits += shared_memory(offered.local.values(), plan.targets)
             plans.append(plan)

@@ -287,10 +287,7 @@ def _no_memory(size: int, err: Exception) -> CkptError:
 
 # Where the boxes of one rank lie in its segment, and whether they are still what was published.
 
-_RAW: Mapping[int, np.dtype[Any]] = {
-    **{n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)},
-    16: np.dtype(np.complex128),
-}
+_RAW: Mapping[int, np.dtype[Any]] = {**{n: np.dtype(f"u{n}") for n in (1, 2, 4, 8)}, 16: np.dtype(np.complex128)}
 
 
 class SegmentBox(NamedTuple):

@@ -63,13 +63,7 @@ class PieceServer:
     """Serves ``holdings(version)``, which raises NotFoundError where there is no such version. ``addresses`` are where it listens."""
 
     def __init__(
-        self,
-        holdings: Callable[[str], Packable],
-        secret: bytes,
-        timeout: float,
-        *,
-        store: str | None = None,
-        delta: bool = False,
+        self, holdings: Callable[[str], Packable], secret: bytes, timeout: float, *, store: str | None = None, delta: bool = False
     ) -> None:
         """``store``: the host of the job's store, if it has one: the addresses that lead there come first. ``delta``: who has
         a version that is still here, and lies on another machine, gets what changed since."""

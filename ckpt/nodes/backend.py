@@ -12,7 +12,7 @@ care. A checkpoint exists if a node that answers has its record: before the firs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,7 @@ class SpreadBackend(Backend):
             raise NotFoundError("no such file on any node", where=f"{self.url}/{path}", hint="`ckpt ls` lists the checkpoints there")
         return max(records.values(), key=lambda data: (_id(data), data))
 
-    def _contents(self, path: str, *, reachable: bool = True) -> Mapping[int, bytes | None]:
+    def _contents(self, path: str, *, reachable: bool = True) -> dict[int, bytes | None]:
         """What each node has of a small file."""
         return self._nodes.ask_all(partial(self._content, path), reachable=reachable)
 
@@ -170,7 +170,6 @@ class SpreadBackend(Backend):
         check_path(path)
         every = is_on_every_node(path)
         errors: dict[int, StorageError] = {}
-        contents: Mapping[int, bytes | None]
         if every and self._nodes.strict:
             contents, errors = self._nodes.ask_each(partial(self._content, path), range(len(self._nodes.nodes)))
         else:

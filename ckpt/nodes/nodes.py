@@ -130,17 +130,16 @@ class NodeSet:
 
     def ask_each(self, question: Callable[[int], R], asked: Sequence[int]) -> tuple[dict[int, R], dict[int, StorageError]]:
         """What these nodes answer, asked at once, and why others do not: an error of one keeps no other from being asked."""
-        errors: dict[int, StorageError] = {}
+        answers, errors = dict[int, R](), dict[int, StorageError]()
 
-        def ask(node: int) -> list[R]:
+        def ask(node: int) -> None:
             try:
-                return [question(node)]
+                answers[node] = question(node)
             except StorageError as err:
                 errors[node] = err
-                return []
 
-        answers = map_tasks(ask, asked, _THREADS, "ckpt-nodes")
-        return {node: answer for node, found in zip(asked, answers, strict=True) for answer in found}, errors
+        map_tasks(ask, asked, _THREADS, "ckpt-nodes")
+        return {node: answers[node] for node in asked if node in answers}, errors
 
 
 # Where the bytes of a file are, nearest first: here, on other nodes, computed from parity, at the root.

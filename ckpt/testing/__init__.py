@@ -13,13 +13,7 @@ if TYPE_CHECKING:
     from .proof import prove as prove
     from .witness import observe as observe
 
-_WHERE = {
-    "assert_resumes": ".proof",
-    "prove": ".proof",
-    "observe": ".witness",
-    "ResumeReport": ".comparison",
-    "Difference": ".comparison",
-}
+_WHERE = {"assert_resumes": ".proof", "prove": ".proof", "observe": ".witness", "ResumeReport": ".comparison", "Difference": ".comparison"}
 """Public name → the module that has it."""
 
 __all__ = list(_WHERE)

@@ -138,10 +138,7 @@ def _of_experts(name: str, view: StoredView, chunk: Mapping[str, StoredView], ol
     rank, ranks = names.expert_tensor
     cuts = transposed_experts(pattern, numbers, view.shape, hidden, rank, ranks, gated=first == 2 * second)
     param = LocalParam(
-        dtype=view.dtype,
-        numel=math.prod(view.shape),
-        blocks=tuple(b for cut in cuts for b in cut.blocks),
-        expert=names.expert[1] > 1,
+        dtype=view.dtype, numel=math.prod(view.shape), blocks=tuple(b for cut in cuts for b in cut.blocks), expert=names.expert[1] > 1
     )
     return Local(view=view, param=param, shapes={cut.blocks[0].name: cut.shape for cut in cuts}, trained=True)
 

@@ -295,15 +295,7 @@ def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorE
         shape, logical = tuple(shapes[i]), None if logicals[i] is None else tuple(logicals[i])
         grid = grids.grid(rows[target], len(shape), name)
         tensors.append(
-            TensorEntry(
-                name=name,
-                dtype=known[dtypes[i]],
-                shape=shape,
-                grid=grid,
-                logical=logical,
-                alias=aliases[i],
-                rank=ranks[i],
-            )
+            TensorEntry(name=name, dtype=known[dtypes[i]], shape=shape, grid=grid, logical=logical, alias=aliases[i], rank=ranks[i])
         )
     return tuple(tensors)
 

@@ -173,9 +173,7 @@ def check_not_replaced(references: Iterable[str], base: str, name: str) -> None:
     """That none of these references, which were found in the checkpoint ``base``, leads to ``name``, which a save is about to replace."""
     if any(owner_of(path) == name for path in references):
         raise ConflictError(
-            f"{base} refers to files of {name}, which this save would replace",
-            where=name,
-            hint="save to another URL, or without reuse=",
+            f"{base} refers to files of {name}, which this save would replace", where=name, hint="save to another URL, or without reuse="
         )
 
 

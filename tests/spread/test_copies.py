@@ -1,17 +1,22 @@
 """Copies on other nodes: that all are there is noted; what is removed meanwhile leaves nothing; and they go at the speed that
-``max_bandwidth`` allows, as do reads for parity, by a clock that moves when somebody sleeps, and else stands still."""
+``max_bandwidth`` allows, as do reads for parity, by a clock that moves when somebody sleeps, and else stands still. And what a machine
+that is silent costs."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +28,19 @@ from ckpt.errors import NoSpaceError, StorageError
 from ckpt.formats.native.paths import RunBackend
 from ckpt.io_backends import PosixBackend, open_backend
 from ckpt.io_backends.protocol import Writer
+from ckpt.net.group import group_of
 from ckpt.nodes import copies
-from ckpt.nodes.backend import register_run
+from ckpt.nodes.backend import SpreadBackend, register_run
 from ckpt.nodes.copies import NodeCopier, SpreadFiles, copies_seen, note_copies
-from ckpt.nodes.nodes import NodeSet
+from ckpt.nodes.file_server import NodeConnections, NodeServer, RemoteNode
+from ckpt.nodes.memory_client import MemoryClient, connect
+from ckpt.nodes.nodes import NodeSet, StorageNode
+from ckpt.runs import removal
+from ckpt.runs.node_tier import NodeLocal, SpreadTier
 from ckpt.runs.removal import remove_steps
 from ckpt.runs.step_listing import list_steps
+from ckpt.runs.tiers import Tiers
+from tests.distributed.ranks import in_process
 from tests.memory.daemons import daemon_in
 from tests.spread.directories import Kind, nodes_at, registered
 
@@ -270,3 +282,79 @@ def test_nearby_is_what_the_nodes_of_this_machine_have(tmp_path: Path) -> None:
 def test_a_storage_that_all_reach_alike_has_nothing_near(tmp_path: Path) -> None:
     backend = open_backend(str(tmp_path))
     assert backend.nearby(["a"]) is None and RunBackend(backend).nearby(["a"]) is None
+
+
+# ------------------------------------------------------------------------------------------------------------------------------------------
+# Retention, and a machine that is silent: its process is stopped, as if its network were gone.
+
+DEADLINE = 4.0
+
+
+def serve(pipe: Any, folder: str, directory: str) -> None:
+    os.environ["CKPT_MEMORY_DIR"] = folder
+    server = NodeServer(open_backend(directory), b"secret", DEADLINE)
+    pipe.send(server.addresses)
+    signal.pause()
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[tuple[int, NodeConnections, MemoryClient]]:
+    """The process that serves the memory of node b, connections to it, and that memory. This process has another one."""
+    with daemon_in(tmp_path / "b") as memory, daemon_in(tmp_path / "a"):
+        process, pipe = in_process(serve, str(tmp_path / "b"), "memory://run")
+        connections = NodeConnections("b", pipe.recv(), b"secret", DEADLINE, same_network=True)
+        yield process.pid, connections, memory
+        connections.close()
+        process.kill()
+        process.join()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("when", ["before", "record", "files"])
+def test_a_silent_machine_holds_retention_for_one_deadline_at_most(
+    tmp_path: Path,
+    peer: tuple[int, NodeConnections, MemoryClient],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    when: str,
+) -> None:
+    """It is stopped before retention, before a record goes, or before files go. One warning names it, what is to stay does on the others,
+    and retention goes on when it answers again."""
+    pid, connections, memory = peer
+    tier = SpreadTier(NodeLocal("memory://run"), str(tmp_path / "root"), group_of(None), DEADLINE)
+    other = StorageNode(name="b", domain="b", below=partial(RemoteNode, connections), in_memory=True)
+    tier.nodes = replace(tier.nodes, nodes=[*tier.nodes.nodes, other])
+    tier._know()
+    tiers = Tiers(str(tmp_path / "root"), local=tier.url, spread=tier)
+    tiers.retain_after_save()
+    for n in (1, 2):
+        ckpt.save(tiers.place(n), {"w": torch.full((1000,), float(n))})
+        copy(tier.nodes)
+
+    def stop(owner: object, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def stopped_first(*args: object) -> object:
+            os.kill(pid, signal.SIGSTOP)
+            return inner(*args)
+
+        monkeypatch.setattr(owner, name, stopped_first)
+
+    if when == "before":
+        os.kill(pid, signal.SIGSTOP)
+    else:
+        stop(*{"record": (removal, "_hide"), "files": (SpreadBackend, "delete_many")}[when])
+    began = time.monotonic()
+    with caplog.at_level(logging.WARNING, "ckpt"):
+        tiers.retain_after_save()
+    assert time.monotonic() - began < DEADLINE
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert "node b is lost" in warning and "until a later save" in warning
+    assert [s.number for s in list_steps("memory://run") if s.committed] == ([2] if when == "files" else [1, 2])
+    monkeypatch.undo()
+    os.kill(pid, signal.SIGCONT)
+    while any("step-00000001" in known.path for client in (memory, connect()) for known in client.list()):
+        assert time.monotonic() < began + 30
+        tiers.retain_after_save()
+    assert torch.equal(ckpt.open(tiers.place(2))["w"][:], torch.full((1000,), 2.0))
+    tier.close()

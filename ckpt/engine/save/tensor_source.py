@@ -57,10 +57,7 @@ class ChunkSource:
         # A freed tensor's memory may belong to another tensor by now, whose version says nothing about the first one.
         # So the address is compared on each access, beside the version at the end.
         if self._addresses and self._addresses[name] != _addresses(local):
-            raise ConsistencyError(
-                f"the memory of tensor {name} was freed or moved before it was captured",
-                hint=FENCE,
-            )
+            raise ConsistencyError(f"the memory of tensor {name} was freed or moved before it was captured", hint=FENCE)
         return local
 
     def clone(self, names: AbstractSet[str]) -> None:
@@ -92,12 +89,7 @@ class ChunkSource:
         return chunk.box.numel * self.tensors[chunk.name].info.dtype.itemsize
 
     def fill_batch(
-        self,
-        batch: Batch,
-        into: torch.Tensor,
-        at: int,
-        filled: Callable[[int, int], None] | None = None,
-        skipped: Container[int] = (),
+        self, batch: Batch, into: torch.Tensor, at: int, filled: Callable[[int, int], None] | None = None, skipped: Container[int] = ()
     ) -> None:
         """Copy the chunks of a batch, but not the ``skipped`` ones, to ``into``, bytes on the host, from byte ``at`` on. ``filled`` hears
         of each range of the batch's file that is there; long chunks are then copied in steps, still in the cache when it does."""
