@@ -92,7 +92,7 @@ class EngineCheckpoints:
         options: dict[str, Any] = {"strict": load_module_strict} | ({} if len(parts) == len(wanted) else {"only": only})
         client = ReceivedState()  # takes tensors, too, which an empty dict does not
         state = {"engine": self.engine, "client_state": client}
-        if last is not None and not is_step:
+        if last is not None and (tag is not None or not is_step):
             run.load_from(last, state, **options)
         elif root != run.root:
             raise UsageError(f"there is no checkpoint in {root}", hint="name the directory that save_checkpoint was given, or its run")

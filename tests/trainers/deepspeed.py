@@ -130,12 +130,17 @@ class Used(Engine):
 
 
 class Moved(Used):
-    """In a directory of DeepSpeed's own checkpoints, and by a number as DeepSpeed takes it for a tag: what was saved last is loaded."""
+    """In a directory of DeepSpeed's own checkpoints, and by a number as DeepSpeed takes it for a tag: what was saved last is loaded, or what
+    is named."""
 
     def save(self, url: str) -> None:
         self.engine.save_checkpoint(url, 0.5, {"epoch": 0})
         super().save(url)
         self.loads(load_dir=f"{url}/")
+        self.engine.global_steps += 1
+        self.engine.save_checkpoint(client_state={"epoch": 9})
+        assert self.engine.load_checkpoint() == (f"{url}/global_step3", {"epoch": 9})
+        self.loads(tag="global_step2")
         self.engine.save_checkpoint(f"{url}/", 0, {"epoch": 8})
 
     def load(self, url: str) -> None:
