@@ -18,7 +18,7 @@ from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.needs import needed
 from ckpt.policies import All, KeepPolicy, Latest
-from ckpt.runs.checkpointer import job_of
+from ckpt.runs.checkpointer import agreed_latest, job_of
 from ckpt.runs.named_run import NamedRun
 from ckpt.text import url_text
 from ckpt.training import Generators, LoaderState
@@ -66,6 +66,11 @@ class AcceleratorCheckpoints:
         named = {f"{kind}_{i}" if i else kind: each for kind, several in kinds.items() for i, each in enumerate(several)}
         return named | {"rng": Generators(), "step": acc.step, "epochs": _Epochs(acc)}
 
+    def _of_hooks(self) -> list[Any]:
+        """The models that accelerate's hooks are given, or the weights of: none with FSDP. They may take them from the list, which leaves
+        nothing out of the checkpoint."""
+        return [] if self.accelerator.distributed_type.value == "FSDP" else [*self.accelerator._models]
+
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any) -> str:  # noqa: FBT001  accelerate's
         """In place of ``Accelerator.save_state``. ``safe_serialization`` makes no difference: nothing is ever pickled."""
         refuse_arguments(options)
@@ -79,10 +84,11 @@ class AcceleratorCheckpoints:
             if numbered and committed_id(open_backend(url)) is not None:
                 hint = "accelerator.load_state() resumes from the newest; ProjectConfiguration(iteration=...) sets the next number"
                 raise ConflictError("there is a checkpoint of this number", where=url, hint=hint)
-            for hook in self.accelerator._save_model_state_pre_hook.values():  # without weights, as accelerate calls it with FSDP
+            weights = [each.state_dict() for each in self._of_hooks()]
+            for hook in self.accelerator._save_model_state_pre_hook.values():
                 if is_file_system(url):
                     os.makedirs(url, exist_ok=True)
-                hook(self.accelerator._models, [], url)
+                hook(self.accelerator._models, weights, url)
             return self.state()
 
         try:
@@ -107,16 +113,18 @@ class AcceleratorCheckpoints:
             raise UsageError("map_location is 'cpu' or 'on_device'; tensors are filled where they are")
         refuse_arguments({**options, **(load_kwargs or {})})
         run.wait()
+        newest = agreed_latest(run) if input_dir is None else None
         with job_of(run)[0].fails_together("load", url):
-            state = self.state()
+            if input_dir is None and newest is None:
+                raise NotFoundError("there is no checkpoint", where=url, hint="save one with accelerator.save_state()")
+            state, models = self.state(), self._of_hooks()
             for hook in self.accelerator._load_model_state_pre_hook.values():
-                hook([], url)
+                hook(models, url if newest is None else run.url(newest))
         if input_dir is not None:
             run.load_from(url, state)
         else:
             number = run.restore(state)
-            if number is None:
-                raise NotFoundError("there is no checkpoint", where=url, hint="save one with accelerator.save_state()")
+            assert number is not None
             self.accelerator.project_configuration.iteration = number + 1
         self.accelerator.step = state["step"]
 

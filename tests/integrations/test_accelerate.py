@@ -56,7 +56,13 @@ def test_numbered_saves_go_on(tmp_path: Path) -> None:
     job = Job(tmp_path, total_limit=2)
     checkpoints = use(job.accelerator)
     called: list[Any] = []
-    job.accelerator.register_save_state_pre_hook(lambda models, weights, folder: called.append((len(models), weights, folder)))
+
+    def save_itself(models: list[Any], weights: list[Any], folder: str) -> None:
+        for model in models:  # as diffusers does
+            assert torch.equal(weights.pop()["weight"], model.weight)
+        called.append((weights, folder))
+
+    job.accelerator.register_save_state_pre_hook(save_itself)
     batches = iter(job.loader)
     for _ in range(3):
         job.train(batches)
@@ -66,7 +72,7 @@ def test_numbered_saves_go_on(tmp_path: Path) -> None:
     assert [s.url for s in ckpt.list_steps(str(tmp_path / "checkpoints"))] == [
         str(tmp_path / f"checkpoints/checkpoint_{n}") for n in (1, 2)
     ]
-    assert called[-1] == (1, [], url) and url.endswith("checkpoint_2")
+    assert called[-1] == ([], url) and url.endswith("checkpoint_2")
     assert not [p for kind in ("*.bin", "*.pkl", "*.pt") for p in tmp_path.rglob(kind)]
     assert set(ckpt.open(url).state()) == {"model", "optimizer", "scheduler", "loader", "custom", "rng", "step", "epochs"}
 
@@ -75,7 +81,9 @@ def test_numbered_saves_go_on(tmp_path: Path) -> None:
     again.accelerator.project_configuration.iteration = 2
     with pytest.raises(ConflictError, match=r"checkpoint of this number.*\n(.*\n)*.*load_state"):
         again.accelerator.save_state()
+    again.accelerator.register_load_state_pre_hook(lambda models, folder: called.append((models.pop(), folder)))
     again.accelerator.load_state()
+    assert called[-1] == (again.net, url)
     assert again.accelerator.project_configuration.iteration == 3
     assert (again.train(iter(again.loader)), {k: v.tolist() for k, v in again.custom.state_dict().items()}) == (
         expected[0],
@@ -160,6 +168,7 @@ def hooks_fail_on_one_rank(folder: str) -> list[str]:
         accelerator.save_state(url)
         checkpoints.checkpointer.wait()
 
+    save(None)
     accelerator.project_configuration.automatic_checkpoint_naming = False
     save(f"{folder}/named")
     for alone in (0, 1):  # the leader, or another
@@ -185,4 +194,4 @@ def test_a_hook_that_fails_on_one_rank_ends_the_call_on_all(ranks: Ranks, tmp_pa
     first, second = ranks.run(2, hooks_fail_on_one_rank, str(tmp_path))
     assert first == ["OSError"] * 4 + ["RankFailedError"] * 4
     assert second == ["RankFailedError"] * 4 + ["OSError"] * 4
-    assert [s.world_size for s in ckpt.list_steps(str(tmp_path / "checkpoints"))] == [2]
+    assert [s.world_size for s in ckpt.list_steps(str(tmp_path / "checkpoints"))] == [2, 2]
