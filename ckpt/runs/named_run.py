@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from ckpt.api import load, save_async
@@ -62,5 +64,9 @@ class NamedRun(Checkpointer):
     def wait(self) -> None:
         handle, self._elsewhere = self._elsewhere, None
         if handle is not None:
-            handle.result()
+            with suppress(Exception):  # counted below, so that the next save does not raise it
+                handle.result()
+            error = self._failed_saves.count(f"the save of {handle.url} failed", handle.durable.exception(), level=logging.INFO)
+            if error is not None:
+                raise error
         super().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.errors import ConflictError, NotFoundError, UsageError
+from ckpt.errors import ConflictError, NotFoundError, StorageError, UsageError
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -131,7 +132,7 @@ def test_directories_that_calls_name(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.accelerator.project_configuration.automatic_checkpoint_naming = False
     job.accelerator.save_state(str(tmp_path / "own"))  # by accelerate itself
-    checkpoints: AcceleratorCheckpoints = use(job.accelerator, tmp_path, background=False)
+    checkpoints: AcceleratorCheckpoints = use(job.accelerator, tmp_path, background=False, give_up_after=2)
     before = {name: value.clone() for name, value in job.net.state_dict().items()}
     job.accelerator.save_state(tmp_path / "a", safe_serialization=False)
     assert checkpoints.checkpointer.handle is None
@@ -141,6 +142,10 @@ def test_directories_that_calls_name(tmp_path: Path) -> None:
         assert all(torch.equal(before[name], value) for name, value in job.net.state_dict().items())
     with pytest.raises(NotFoundError):
         job.accelerator.load_state(str(tmp_path / "none"))
+    (tmp_path / "file").touch()
+    for name in ("file/1", "b", "file/1", "file/2"):
+        with pytest.raises(StorageError) if name == "file/2" else nullcontext():
+            job.accelerator.save_state(tmp_path / name)
     with pytest.raises(UsageError, match="'exclude_frozen_parameters'"):
         job.accelerator.save_state(str(tmp_path / "b"), exclude_frozen_parameters=True)
     with pytest.raises(UsageError, match="map_location"):
