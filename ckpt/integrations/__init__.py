@@ -22,9 +22,6 @@ def __getattr__(name: str) -> Any:
     return given
 
 
-# What integrations share whose library has no hook: methods of its object are replaced.
-
-
 def replace_methods(of: Any, adapter: Any, names: Sequence[str]) -> dict[str, Any]:
     """Have methods of a library's object be those of ``adapter``, which have no underscore in front. Gives the object's own, which an
     earlier adapter of the kind has in ``_own``."""

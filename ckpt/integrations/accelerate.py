@@ -50,6 +50,7 @@ class AcceleratorCheckpoints:
 
     def __init__(self, accelerator: Accelerator, run: NamedRun, *, background: bool) -> None:
         self.accelerator, self.checkpointer, self.background = accelerator, run, background
+        self._hooks_get_models = accelerator.distributed_type.value != "FSDP"
         self._own = replace_methods(accelerator, self, ("save_state", "load_state", "end_training"))
 
     def state(self) -> dict[str, Any]:
@@ -66,11 +67,6 @@ class AcceleratorCheckpoints:
         named = {f"{kind}_{i}" if i else kind: each for kind, several in kinds.items() for i, each in enumerate(several)}
         return named | {"rng": Generators(), "step": acc.step, "epochs": _Epochs(acc)}
 
-    def _of_hooks(self) -> list[Any]:
-        """The models that accelerate's hooks are given, or the weights of: none with FSDP. They may take them from the list, which leaves
-        nothing out of the checkpoint."""
-        return [] if self.accelerator.distributed_type.value == "FSDP" else [*self.accelerator._models]
-
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **options: Any) -> str:  # noqa: FBT001  accelerate's
         """In place of ``Accelerator.save_state``. ``safe_serialization`` makes no difference: nothing is ever pickled."""
         refuse_arguments(options)
@@ -84,7 +80,8 @@ class AcceleratorCheckpoints:
             if numbered and committed_id(open_backend(url)) is not None:
                 hint = "accelerator.load_state() resumes from the newest; ProjectConfiguration(iteration=...) sets the next number"
                 raise ConflictError("there is a checkpoint of this number", where=url, hint=hint)
-            weights = [each.state_dict() for each in self._of_hooks()]
+            # As accelerate gives them. That a hook takes some away leaves nothing out of the checkpoint.
+            weights = [each.state_dict() for each in self.accelerator._models if self._hooks_get_models]
             for hook in self.accelerator._save_model_state_pre_hook.values():
                 if is_file_system(url):
                     os.makedirs(url, exist_ok=True)
@@ -113,18 +110,18 @@ class AcceleratorCheckpoints:
             raise UsageError("map_location is 'cpu' or 'on_device'; tensors are filled where they are")
         refuse_arguments({**options, **(load_kwargs or {})})
         run.wait()
-        newest = agreed_latest(run) if input_dir is None else None
+        if input_dir is None and (newest := agreed_latest(run)) is not None:
+            url = run.url(newest)
         with job_of(run)[0].fails_together("load", url):
-            if input_dir is None and newest is None:
-                raise NotFoundError("there is no checkpoint", where=url, hint="save one with accelerator.save_state()")
-            state, models = self.state(), self._of_hooks()
-            for hook in self.accelerator._load_model_state_pre_hook.values():
-                hook(models, url if newest is None else run.url(newest))
+            state, models = self.state(), [each for each in self.accelerator._models if self._hooks_get_models]
+            for hook in self.accelerator._load_model_state_pre_hook.values() if url != run.root else ():
+                hook(models, url)
         if input_dir is not None:
             run.load_from(url, state)
         else:
             number = run.restore(state)
-            assert number is not None
+            if number is None:
+                raise NotFoundError("there is no checkpoint", where=url, hint="save one with accelerator.save_state()")
             self.accelerator.project_configuration.iteration = number + 1
         self.accelerator.step = state["step"]
 

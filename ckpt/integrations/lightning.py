@@ -52,9 +52,6 @@ def load_from_checkpoint(
     Args:
         cls: a ``LightningModule`` or ``LightningDataModule``.
         map_location, hparams_file, strict, arguments: as for ``cls.load_from_checkpoint``.
-
-    Raises:
-        CkptError: there is no checkpoint, or it is damaged.
     """
     file = io.BytesIO()
     torch.save(read_state(open_view(url)), file)
@@ -122,9 +119,6 @@ class CkptIO(BackgroundSave, CheckpointIO):
 
 
 # Lightning's strategies for sharded models, with ckpt's checkpoints: each rank saves its shards, and any number of ranks resumes.
-#
-# >>> trainer = Trainer(strategy=CkptModelParallelStrategy())  # doctest: +SKIP
-# >>> trainer.fit(model, ckpt_path="runs/a/last.ckpt")  # doctest: +SKIP
 #
 # The modules and optimizers are saved as they are, under ``model`` and ``optimizer.0``, and are loaded in place; what else Lightning has in
 # its dict is below ``trainer``, as rank 0 has it. Source of the interface: ``lightning.pytorch.strategies``, 2.6.
