@@ -130,8 +130,8 @@ class Used(Engine):
 
 
 class Moved(Used):
-    """In a directory of DeepSpeed's own checkpoints, and by a number as DeepSpeed takes it for a tag: what was saved last is loaded, or what
-    is named."""
+    """In a directory of DeepSpeed's own checkpoints, and by a number as DeepSpeed takes it for a tag: what was saved last is loaded, or
+    what is named."""
 
     def save(self, url: str) -> None:
         self.engine.save_checkpoint(url, 0.5, {"epoch": 0})
