@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 
@@ -125,3 +126,16 @@ def test_the_version_names_what_is_installed() -> None:
 def test_another_owner_of_the_name_is_warned_of(points: dict[str, dict[str, str]], modules: list[str]) -> None:
     with installed(points, name="other-tool", modules=modules):
         assert "warning: other-tool has a module or command ckpt, too" in run("--version")
+
+
+@pytest.mark.parametrize(("library", "tried"), [("accelerate", "1.15"), ("lightning", "2.6")])
+def test_another_release_of_a_library_than_was_tried_is_warned_of(
+    library: str, tried: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip(library)
+    module = f"ckpt.integrations.{library}"
+    for release in (installed({}, name=library), nullcontext()):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        with release:
+            import_module(module)
+    assert caplog.messages == [f"ckpt was tried with {library} {tried}; version 1.0 is installed"]

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.errors import ConflictError, NotFoundError, UsageError
 from ckpt.formats.native.writer import committed_id
 from ckpt.io_backends.registry import is_file_system, join_url, open_backend
-from ckpt.needs import needed
+from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, KeepPolicy, Latest
 from ckpt.runs.checkpointer import agreed_latest, job_of
 from ckpt.runs.named_run import NamedRun
@@ -27,6 +27,7 @@ from . import refuse, refuse_arguments, replace_methods
 
 with needed("accelerate", "accelerate"):
     from accelerate import Accelerator
+warn_if_untried("accelerate", "1.15")
 
 
 class _Epochs:

@@ -26,13 +26,14 @@ from ckpt.engine.save.save import save_state
 from ckpt.engine.view import read_state
 from ckpt.errors import UsageError
 from ckpt.io_backends.registry import configure_storage
-from ckpt.needs import needed
+from ckpt.needs import needed, warn_if_untried
 from ckpt.net.group import Group, Job
 from ckpt.runs.removal import remove_at
 from ckpt.state.walk import ReceivedState
 
 with needed("lightning", "lightning"):
     from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+warn_if_untried("lightning", "2.6")
 
 Loadable = TypeVar("Loadable")
 
@@ -195,12 +196,6 @@ class _ShardedCheckpoints(BackgroundSave):
         load(url, {**state, "trainer": rest}, only=only, strict=self.lightning_module.strict_loading)
         trainer: dict[str, Any] = rest.value
         return trainer
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001  Lightning's
-        """Nothing: ``load_checkpoint`` has done it."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing, as for the model."""
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         self.wait()

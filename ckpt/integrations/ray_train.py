@@ -19,11 +19,12 @@ from typing import Any
 
 from ckpt.engine.save.background import SaveHandle
 from ckpt.errors import UsageError
-from ckpt.needs import needed
+from ckpt.needs import needed, warn_if_untried
 from ckpt.runs.checkpointer import Checkpointer, job_of
 
 with needed("ray", "ray[train]"):
     from ray import train
+warn_if_untried("ray", "2.60")
 
 log = logging.getLogger("ckpt")
 

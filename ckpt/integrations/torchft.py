@@ -16,11 +16,13 @@ from ckpt.errors import ConflictError
 from ckpt.live import Sink, Source
 from ckpt.live.control import own_address
 from ckpt.live.sink import take_step
+from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job, group_of_one
 from ckpt.state.dtensor import is_dtensor
 from ckpt.state.walk import ReceivedState
 
 T = TypeVar("T")
+warn_if_untried("torchft", "0.2")
 
 
 class CkptTransport(CheckpointTransport[T], Generic[T]):

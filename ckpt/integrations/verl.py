@@ -17,8 +17,11 @@ from ckpt.errors import UsageError
 from ckpt.live import Sink, Source, Version
 from ckpt.live.control import own_address
 from ckpt.live.sink import take_step
+from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job, group_of_one
 from ckpt.state.walk import ReceivedState
+
+warn_if_untried("verl", "0.9.1")
 
 
 @CheckpointEngineRegistry.register("ckpt")
