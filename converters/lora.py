@@ -18,8 +18,7 @@ import torch
 
 from ckpt import settings
 from ckpt.engine.load.reader import Reader
-from ckpt.errors import FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
-from ckpt.formats.native.writer import WriteJournal
+from ckpt.errors import ConflictError, FormatError, MismatchError, NamesError, NotFoundError, ShapeError, UsageError
 from ckpt.formats.registry import open_catalog
 from ckpt.io_backends.registry import join_url, open_backend
 from ckpt.plan.layout.geometry import Box
@@ -35,6 +34,7 @@ from .convert import ConvertReport, Part, files_beside, run
 from .merge import WeightedSum, place
 from .selection import Computed, OutputSet, OutputTensor, SelectOptions, choose_weights, is_floating, operand
 from .target import ConvertOptions, MergeKeywords, target
+from .transaction import Destination, ExportTransaction
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -425,16 +425,24 @@ def _config(ranks: Mapping[str, int], rank: int, whole: list[str]) -> bytes:
 
 
 def _write(url: str, tensors: Mapping[str, torch.Tensor], config: bytes) -> int:
-    """The weights, then the configuration, without which it is no adapter."""
+    """The weights, then the configuration, without which it is no adapter. What an extraction that was killed has left goes before."""
     from safetensors.torch import save
 
-    data = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"})
-    journal = WriteJournal(open_backend(url))
-    journal.backend.prepare()
+    data, files = save({name: tensor.contiguous() for name, tensor in tensors.items()}, {"format": "pt"}), (WEIGHTS[0], CONFIG)
+    destination = Destination(url=url, backend=(backend := open_backend(url)), name=None, replace=False)
+    backend.prepare()
+    begun, replaces = destination.begun()
+    if begun and (replaces or set(begun) != set(files)):
+        raise ConflictError("an export was begun here and did not finish", where=url, hint="extract to another URL, or export here again")
+    for path in (*begun, destination.record) if begun else ():
+        backend.delete(path)
+    if taken := [name for name in backend.list_dir() if name in files]:
+        raise ConflictError(f"something is there already: {', '.join(taken)}", where=url, hint="extract to another URL, or remove it")
+    transaction = ExportTransaction(destination, {}, files, last=CONFIG)
+    transaction.show()
     try:
-        journal.write(WEIGHTS[0], data)
-        journal.write(CONFIG, config)
+        transaction.commit({}, {WEIGHTS[0]: data}, lambda _: destination.put(CONFIG, config))
     except BaseException:
-        journal.discard()
+        transaction.discard()
         raise
     return len(data) + len(config)

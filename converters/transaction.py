@@ -61,7 +61,7 @@ class Destination:
         """Remove what exports that were killed left here, and check that nothing else is in the way."""
         if self.name is None:
             check_no_link(self.backend)
-        begun, replaces = self._begun()
+        begun, replaces = self.begun()
         self.check_free({self.record} if replaces else {self.record, *begun})
         if self.replace and self.name is None:
             # What is there has to be an export, all of which will be replaced: weights that stay would be taken for some of the new ones.
@@ -90,7 +90,7 @@ class Destination:
         names = self.backend.list_dir()
         return [n for n in names if n.rstrip("/") == self.name] if self.name is not None else [n for n in names if not n.startswith(".")]
 
-    def _begun(self) -> tuple[Sequence[str], bool]:
+    def begun(self) -> tuple[Sequence[str], bool]:
         """Files to which an export that was killed had given their names, and whether they may be those that it was to replace."""
         try:
             begun = ExportRecord.from_bytes(self.backend.read_whole(self.record, RECORD_LIMIT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import ckpt
 from ckpt.cli.main import cli
 from ckpt.converters.lora import extract, merge
 from ckpt.errors import ConflictError, MismatchError, NamesError, ShapeError
+from ckpt.io_backends.faulty import Fault, FaultyProcess, SimulatedCrash
+from ckpt.io_backends.registry import wrap_backends
 from tests.converters.test_lora import base_model, random
 
 
@@ -107,6 +110,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConflictError):
         extract(base, tuned, tmp_path / "out", rank=1)
     assert (tmp_path / "out" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_killed_at_any_operation_and_run_again(tmp_path: Path) -> None:
+    """Before or after each operation on the storage, whether or not bytes are lost that were not durable: the same call goes through."""
+    base, tuned = write(tmp_path / "base", base_model()), write(tmp_path / "tuned", tuned_model(3))
+    extract(base, tuned, tmp_path / "made", rank=2)
+    made = {path.name: path.read_bytes() for path in (tmp_path / "made").iterdir()}
+    counted = FaultyProcess()
+    with wrap_backends(counted.wrap):
+        extract(base, tuned, tmp_path / "counted", rank=2)
+    first = next(n for n, what in enumerate(counted.log) if what.startswith("prepare"))
+    left = set()
+    for at, after in itertools.product(range(first, counted.operations), (False, True)):
+        folder = tmp_path / f"{at}-{after}"
+        process = FaultyProcess(Fault(at=at, kind="crash", after=after, lose_unsynced=at % 2 == 1))
+        with wrap_backends(process.wrap), pytest.raises(SimulatedCrash):
+            extract(base, tuned, folder, rank=2)
+        left |= (there := {path.name for path in folder.iterdir()} if folder.exists() else set())
+        if there != made.keys():  # else it was killed after the end
+            extract(base, tuned, folder, rank=2)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == made, (counted.log[at], after)
+    assert left == {*made, "convert.json"}
 
 
 def test_the_command(tmp_path: Path) -> None:
