@@ -537,20 +537,25 @@ def test_members_are_added_dropped_and_renamed_by_name_alone(root: str) -> None:
         others[0].join(3)
 
 
-def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str) -> None:
-    runs = members(root, timeout=4)
+def test_what_no_rule_keeps_goes_and_what_belongs_to_no_step_too(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning names the rule that keeps none, as no step has its metric."""
+    runs, keep = members(root, timeout=4), ckpt.policies.Latest(2) | ckpt.policies.Best("reward", mode="max")
     restored(runs)
     for n in (1, 2, 3):
         assert {ended().given_up for ended in [save(run, n) for run in runs]} == {None}
     assert save(runs[0], 4)().given_up is not None
     assert {ended().given_up for ended in [save(run, 5) for run in runs]} == {None}
-    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [1, 2]
+    assert [s.number for s in runs[0].retain(keep)] == [1, 2]
+    (warning,) = (record.getMessage() for record in caplog.records if "steps are removed" in record.getMessage())
+    assert root in warning and "Best('reward', mode='max') keeps none: no step has this metric" in warning
+    caplog.clear()
     for run in runs:
         run.sweep([s.id for s in list_steps(f"{root}/{run.member}") if s.number == 4 and s.id is not None])
         assert steps(f"{root}/{run.member}") == [3, 5]
     runs = members(root)
     assert restored(runs) == [5] * 3
-    assert [s.number for s in runs[0].retain(ckpt.policies.Latest(2))] == [4], "which nobody asks about any more"
+    assert [s.number for s in runs[0].retain(keep)] == [4], "which nobody asks about any more"
+    assert "steps are removed" not in caplog.text
     assert sorted(os.listdir(root)) == ["buffer", "joint.json", "rollouts", "step-00000003", "step-00000005", "trainer"]
 
 
