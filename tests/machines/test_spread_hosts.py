@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckpt import Layout, Replicate, Shard
 from ckpt.nodes import memory_client
 from ckpt.nodes.copies import copies_seen
 from ckpt.policies import EverySteps
+from ckpt.runs.tiers import Tiers
 from tests.machines import work
 from tests.machines.bed import Bed
 from tests.machines.jobs import Job
@@ -90,3 +92,58 @@ def test_cut_off_in_the_middle_of_a_copy(bed: Bed, tmp_path: Path) -> None:
             assert job.results() == [(2, (), True, 0)] * 3
     finally:
         bed.mend()
+
+
+def wait_for(name: str) -> None:
+    while not Path(name).exists():
+        time.sleep(0.02)
+
+
+def train(folder: str) -> tuple[list[float], list[str], list[int]]:
+    """Host 2 is cut off before retention after step 3, until that has ended. How long each retention took, what it warned of, and the steps
+    that this host has in the end."""
+    seconds, warnings = list[float](), list[str]()
+    handler, retain, rank = logging.Handler(logging.WARNING), Tiers.retain_after_save, int(os.environ["RANK"])
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ckpt").addHandler(handler)
+    c = begin(folder)
+
+    def timed(tiers: Tiers) -> None:
+        if len(seconds) == 2:
+            Path("saved").touch()
+            wait_for("cut")
+        began = time.monotonic()
+        retain(tiers)
+        seconds.append(time.monotonic() - began)
+
+    if rank == 0:
+        Tiers.retain_after_save = timed  # type: ignore[method-assign]
+    for n in range(1, 6):
+        c.step(n, state_of(n))
+        assert c.handle is not None
+        c.handle.result()
+        if n in (3, 5) and rank == 0:
+            Path(f"retained-{n}").touch()
+        if n in (3, 5):
+            wait_for("mended" if n == 3 else "retained-5")
+    steps = {int(known.path.split("step-")[1][:8]) for known in memory_client.connect().list()}
+    return seconds, [text for text in warnings if "old checkpoints" in text], sorted(steps)
+
+
+@pytest.mark.slow
+def test_cut_off_before_retention(bed: Bed, tmp_path: Path) -> None:
+    """It is waited for once, one warning names it, and the next save frees the memory of all hosts."""
+    try:
+        with Job(bed, train, str(tmp_path), hosts=(0, 1, 2)) as job:
+            job.await_file("saved")
+            bed.cut(2)
+            (job.folder / "cut").touch()
+            job.await_file("retained-3")
+            bed.mend()
+            (job.folder / "mended").touch()
+            ended = job.results()
+    finally:
+        bed.mend()
+    seconds, warnings, _ = ended[0]
+    assert seconds[2] < TIMEOUT and len(warnings) == 1 and "node h2:" in warnings[0], (seconds, warnings)
+    assert [steps for *_, steps in ended] == [[4, 5]] * 3
