@@ -110,6 +110,8 @@ def open_megatron(backend: Backend) -> MegatronCatalog:
         if not _is_torch_dist(backend, names, ""):
             return open_legacy(backend, names)
         kind = _sharded_backend(backend, METADATA_JSON)
+        if kind == "ckpt":
+            raise NotCommittedError("its commit record is gone: it was removed", where=backend.url, hint="take another step")
         if kind != TORCH_DIST:
             message = f"a checkpoint of Megatron in the form {kind!r}, of which {TORCH_DIST} alone is read"
             raise FormatError(message, where=backend.url, hint=f"save it again with --ckpt-format {TORCH_DIST}")

@@ -193,6 +193,11 @@ class _TorchDist:
             elif not BUCKET_SPACE.match(name):
                 by_key.setdefault("", []).append(_KeyedTensor(name, name, tensor))
         names = self._add(by_key.pop("", []), MODEL, "")
+        if spaces + states and not self.table.entries:
+            beside = re.sub("optimizer(?=/dist_ckpt/?$)", "model", self.backend.url)
+            place = "in a directory of its own, model/dist_ckpt" if beside == self.backend.url else f"in {beside}"
+            hint = f"verl's Megatron engine stores the model {place}: inspect or convert that; verl alone loads this optimizer"
+            raise FormatError("the state of an optimizer without its model, which is not read", where=self.backend.url, hint=hint)
         for key, own in by_key.items():
             self._add_states(own, KEYS.get(key, key), names)
         groups = groups_in(self.table, self.common_archive, self.common.get("optimizer"))

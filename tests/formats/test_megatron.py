@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import shutil
 import subprocess
 import sys
@@ -328,6 +329,24 @@ def test_other_optimizers_of_torch_dist(megatron_files, tmp_path):
         open_catalog(str(copy))
 
 
+@pytest.mark.parametrize("form", ["pp2tied/fully_reshardable", "tp2ep2/dp_reshardable"])
+def test_an_optimizer_without_its_model(megatron_files, tmp_path, form):
+    """As verl's Megatron engine stores it: the model is another checkpoint, beside it. The error names that."""
+    folder = shutil.copytree(megatron_files / form, tmp_path / "actor" / "optimizer" / "dist_ckpt")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    held = metadata.state_dict_metadata
+    metadata.state_dict_metadata = {name: value for name, value in held.items() if "optimizer" in name}
+    metadata.storage_data = {index: item for index, item in metadata.storage_data.items() if index.fqn in metadata.state_dict_metadata}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    for command in ("inspect", "verify"):
+        result = CliRunner().invoke(cli, [command, str(folder)])
+        assert result.exit_code and f"the model in {tmp_path}/actor/model/dist_ckpt: inspect or convert that" in result.output
+    other = folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(FormatError, match="without its model") as caught:
+        ckpt.open(str(other))
+    assert "in a directory of its own, model/dist_ckpt: " in str(caught.value)
+
+
 def test_old_orders_of_queries(tmp_path):
     folder = saved(tmp_path / "c", {"output_layer.weight": random(8, 8)})
     path = folder / "mp_rank_00" / "model_optim_rng.pt"
@@ -381,3 +400,6 @@ def test_other_metadata_beside_common(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     with pytest.raises(FormatError, match="in the form 'zarr', of which torch_dist alone is read"):
         open_catalog(str(tmp_path))
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "ckpt"}')  # what a removal leaves that was killed
+    with pytest.raises(NotCommittedError, match="its commit record is gone"):
+        ckpt.load(str(tmp_path), {"model": torch.nn.Linear(2, 2)}, strict=False)
