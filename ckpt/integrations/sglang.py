@@ -24,7 +24,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from ckpt.errors import UsageError
-from ckpt.integrations.engines.loading import OPTIONS
+from ckpt.integrations.engines import OPTIONS
 from ckpt.live.sink import take_step
 from ckpt.needs import warn_if_untried
 from ckpt.net.group import Job
