@@ -120,8 +120,12 @@ class ByCkpt(Rows):
 class Model(Job):
     """A GPTModel and Megatron's mixed-precision Adam, with generators that are of a tensor and pipeline rank."""
 
+    sharding: str | None = None
+    """How the states of a distributed optimizer are looked at."""
+
     def __init__(self, seed: int) -> None:
-        self.models, self.optimizer = made_model(started(), seed)
+        self.wrapped, self.optimizer = made_model(started(), seed, distributed=self.sharding is not None)
+        self.models = [each.module for each in self.wrapped]
         self.random = {"seed": torch.full((3,), seed), "state": (seed, [1.5])}
 
     def train(self, begin: int, end: int) -> None:
@@ -134,6 +138,7 @@ class Model(Job):
         from megatron.core import parallel_state as ps
 
         metadata = {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True), "chained_optim_avoid_prefix": True}
+        metadata |= {} if self.sharding is None else {"distrib_optim_sharding_type": self.sharding}
         state: dict[str, Any] = {"model": self.models[0].sharded_state_dict(metadata=metadata), "iteration": SAVED}
         state["optimizer"] = self.optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
         if not loading or dist.get_world_size() == 2:  # as --no-load-rng on other numbers of ranks
@@ -220,7 +225,7 @@ def made(folder: str) -> None:
     dist.barrier()
 
 
-def made_model(a: argparse.Namespace, seed: int) -> tuple[list[Any], Any]:
+def made_model(a: argparse.Namespace, seed: int, *, distributed: bool = False) -> tuple[list[Any], Any]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -229,9 +234,10 @@ def made_model(a: argparse.Namespace, seed: int) -> tuple[list[Any], Any]:
     with torch.no_grad():
         for parameter in (p for model in models for p in model.parameters()):
             parameter.mul_(seed)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
     wrapped = [DistributedDataParallel(config, ddp, model) for model in models]
-    return models, get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, clip_grad=0.0), wrapped)
+    options = OptimizerConfig(optimizer="adam", lr=1e-2, min_lr=0.0, bf16=True, clip_grad=0.0, use_distributed_optimizer=distributed)
+    return wrapped, get_megatron_optimizer(options, wrapped)
 
 
 CASES = {

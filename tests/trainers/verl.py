@@ -59,9 +59,10 @@ class Saved(Job):
         return f"{url}/global_step_{step}/actor"
 
     def save(self, url: str) -> None:
-        for step in (SAVED - 1, SAVED):
+        own = self.writer is not self.manager
+        for step in (SAVED - 1, SAVED) if own else (SAVED - 1, SAVED, SAVED):  # a step that is saved again is one to keep
             self.writer.save_checkpoint(local_path=self.path(url, step), hdfs_path=None, global_step=step, max_ckpt_to_keep=1)
-        if self.writer is not self.manager:
+        if own:
             return
         self.manager.wait()
         dist.barrier()
