@@ -170,12 +170,7 @@ def _note_failure(group: Group, url: str, error: BaseException, phase: str, seco
 
 
 def _save_options(
-    group: Group,
-    url: str,
-    arguments: SaveArguments,
-    *,
-    reuse: bool | str | os.PathLike[str],
-    staging: int | None = None,
+    group: Group, url: str, arguments: SaveArguments, *, reuse: bool | str | os.PathLike[str], staging: int | None = None
 ) -> SaveOptions:
     from ckpt.engine.save.options import SaveOptions
 

@@ -1,6 +1,5 @@
 """What every reader gives and every writer takes: tensors, and for each the chunks that hold it. Pure values; bytes are read
-elsewhere.
-"""
+elsewhere."""
 
 from __future__ import annotations
 

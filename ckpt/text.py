@@ -19,10 +19,7 @@ _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 
 
 def parse_json(
-    data: bytes | bytearray | memoryview | str,
-    *,
-    finite: bool = False,
-    object_of: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    data: bytes | bytearray | memoryview | str, *, finite: bool = False, object_of: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
     """The value that a text is. ``finite``: NaN and Infinity are refused, which Python accepts. ``object_of`` makes objects of pairs."""
     text = data if isinstance(data, str) else str(data, "utf-8")

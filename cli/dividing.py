@@ -1,6 +1,5 @@
 """Commands whose work several processes divide: those that torchrun or srun starts, or tasks of Ray. One process speaks, and all end with
-one exit code.
-"""
+one exit code."""
 
 from __future__ import annotations
 

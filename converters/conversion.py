@@ -1,6 +1,5 @@
 """One process of a conversion: what is planned, what of it is there already, writing the rest, and making the checkpoint exist. No torch,
-until something is written.
-"""
+until something is written."""
 
 from __future__ import annotations
 

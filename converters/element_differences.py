@@ -192,10 +192,7 @@ class ElementDifferences:
     def joined(self, other: ElementDifferences) -> ElementDifferences:
         firsts = [f for f in (self.first, other.first) if f is not None]
         return ElementDifferences(
-            self.elements + other.elements,
-            max(self.max_abs, other.max_abs),
-            max(self.max_rel, other.max_rel),
-            min(firsts, default=None),
+            self.elements + other.elements, max(self.max_abs, other.max_abs), max(self.max_rel, other.max_rel), min(firsts, default=None)
         )
 
 

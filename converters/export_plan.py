@@ -239,9 +239,8 @@ class _Pacer:
 
     def place(self, size: int, sizes: Mapping[int, int], alone: int | None) -> tuple[int, int]:
         """Keeper and round of a window of ``size`` bytes of which ranks have ``sizes``; ``alone`` is the only one that may keep it."""
-        # The aggregator is one of the ranks that have at least half as much of the window as the one with most, so
-        # few bytes move; among these the one that has assembled least, so the work is even. All ranks compute the
-        # same.
+        # The aggregator is one of the ranks that have at least half as much of the window as the one with most, so few bytes move; among
+        # these the one that has assembled least, so the work is even. All ranks compute the same.
         most = max(sizes.values(), default=0)
         able = [r for r, n in sizes.items() if 2 * n >= most] or list(self.kept)
         aggregator = alone if alone is not None else min(able, key=lambda r: (self.kept[r], r))

@@ -1,6 +1,5 @@
 """Moves the bytes of a conversion into files: what is stored as it will be goes straight from file to file (``copy_through``), the rest in
-windows (``buffered``). Torch is imported for these alone.
-"""
+windows (``buffered``). Torch is imported for these alone."""
 
 from __future__ import annotations
 
@@ -294,8 +293,7 @@ class FileStream:
                 file = self.planned.files[number]
                 if self._begin is not None:
                     self._begin(number)
-                # At most two files are open: the one being written and the one before it, which a thread makes
-                # durable.
+                # At most two files are open: the one being written and the one before it, which a thread makes durable.
                 opened = [*opened[-1:], OpenFile(file, self.backend.create(file.path, file.size), self._kind)]
                 self._fill(opened[-1], on_written)
                 last.result()

@@ -267,13 +267,7 @@ def _look(backend: Backend, name: str) -> _FileStamp | None:
     return None if stamp is None or modified is None else _FileStamp(size, stamp, modified)
 
 
-def translated(
-    url: str | os.PathLike[str],
-    translation: Translation,
-    *,
-    skip: Sequence[str] = (),
-    only: Sequence[str] = (),
-) -> str:
+def translated(url: str | os.PathLike[str], translation: Translation, *, skip: Sequence[str] = (), only: Sequence[str] = ()) -> str:
     """A checkpoint in other names, without a step in between: ``ckpt.load(translated("megatron/", translation), state)``; likewise
     ``ckpt.open``.
 

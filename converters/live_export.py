@@ -162,11 +162,7 @@ class Export:
         call, options, destination = self.call, self.options, self.destination
         joined = join_tables(whole_where_present([(ranks, Table.from_bytes(call.fetch(digest))) for digest, ranks in agreed["tables"]]))
         catalog = StateCatalog.of(
-            joined,
-            parse_json(call.fetch(agreed["state"])),
-            url=call.url,
-            backend=destination.backend,
-            world_size=call.group.size,
+            joined, parse_json(call.fetch(agreed["state"])), url=call.url, backend=destination.backend, world_size=call.group.size
         )
         chosen = TARGET.choose(catalog, options.selection(agreed["numbers"]))
         size = units.parse_size(options.shard_size) if isinstance(options.shard_size, str) else options.shard_size
@@ -179,13 +175,7 @@ class Export:
                 raise ConsistencyError(message, where=call.url, hint="since= must be on storage that all ranks share")
             check_follows(base, tensors, call.url)
         return BegunExport(
-            agreed=agreed,
-            catalog=catalog,
-            assignments=joined.assignments,
-            chosen=chosen,
-            planned=planned,
-            tensors=tensors,
-            base=base,
+            agreed=agreed, catalog=catalog, assignments=joined.assignments, chosen=chosen, planned=planned, tensors=tensors, base=base
         )
 
     def replicas(self, begun: BegunExport, threads: int) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """DCP checkpoints as catalogs. Opening reads the metadata and the values that are not tensors; items of tensors are looked into when their
-bytes are asked for.
-"""
+bytes are asked for."""
 
 from __future__ import annotations
 

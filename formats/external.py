@@ -1,6 +1,5 @@
 """What catalogs of other people's formats have in common, and the backends that they see files through. No digests: what is read from them
-cannot be compared with anything.
-"""
+cannot be compared with anything."""
 
 from __future__ import annotations
 

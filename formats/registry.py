@@ -155,10 +155,7 @@ def formats(unusable: list[str] | None = None) -> Iterator[Format]:
 
 
 def open_catalog(
-    url: str | os.PathLike[str],
-    *,
-    sources: Sequence[str | os.PathLike[str]] | None = None,
-    read: Reading | None = None,
+    url: str | os.PathLike[str], *, sources: Sequence[str | os.PathLike[str]] | None = None, read: Reading | None = None
 ) -> Catalog:
     """Open the checkpoint at ``url``, whatever known format it is in.
 

@@ -117,9 +117,8 @@ def _nameless_file(directory: str) -> Iterator[tuple[int, int]]:
 
 def _takes(directory: str, multiple: int) -> bool:
     """Whether a page and blocks, several at once, are written from memory that begins ``multiple`` bytes after a page; with their bytes."""
-    # A block is longer than a page on purpose: FUSE cuts one that does not begin at a page into parts that a disk may
-    # refuse, and some file systems tell of that only when the file is synced or closed. Each try has a file of its
-    # own, as one that was refused is spoilt.
+    # A block is longer than a page on purpose: FUSE cuts one that does not begin at a page into parts that a disk may refuse, and some file
+    # systems tell of that only when the file is synced or closed. Each try has a file of its own, as one that was refused is spoilt.
     try:
         with _nameless_file(directory) as (fd, direct), mmap.mmap(-1, _BLOCK + PAGE) as memory:
             memory[multiple : multiple + _BLOCK] = os.urandom(_BLOCK)
@@ -180,8 +179,7 @@ class Run:
 
 def split(offset: int, views: Sequence[memoryview], multiple: int, *, large: int) -> list[Run]:
     """Cut views that go to ``offset`` into direct and buffered runs. Views of ``large`` bytes and more go directly if their pages in the
-    file are at addresses that are multiples of ``multiple``.
-    """
+    file are at addresses that are multiples of ``multiple``."""
     runs: list[Run] = []
     pending: list[memoryview] = []
     begin = at = offset

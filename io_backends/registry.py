@@ -31,9 +31,8 @@ from .protocol import Backend
 
 # What a program has said about the storage below a URL: options of its file system, or the file system itself.
 #
-# URLs are plain text everywhere: in step lists, messages between ranks and the sources of virtual checkpoints. What belongs to a place
-# and must not be written down, credentials above all, is therefore kept here, by the beginning of the URL, for as long as the process
-# lives.
+# URLs are plain text everywhere: in step lists, messages between ranks and the sources of virtual checkpoints. What belongs to a place and
+# must not be written down, credentials above all, is therefore kept here, by the beginning of the URL, for as long as the process lives.
 #
 # Invariant: values of options are in no ``repr``, and nothing here is logged or stored.
 

@@ -342,8 +342,7 @@ class S3Client:
 
     def _has_new_keys(self, err: Exception, boto: Any) -> bool:
         """Whether files and variables were read again, since the store does not take our credentials any more."""
-        # If it never has, nobody waits for others; but whoever mends the settings and calls again in this process has
-        # them read.
+        # If it never has, nobody waits for others; but whoever mends the settings and calls again in this process has them read.
         if is_stale_key(err) or (is_refused(err) and self._store.accepted):
             # Look credentials up anew; False if that was done just now and did not help
             with self._lock:

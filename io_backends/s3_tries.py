@@ -494,8 +494,7 @@ class Tries:
             self._warned = True
             log.warning("cannot %s %s for %.0f s now, still trying: %s", self.what, self.where, trying, words_of(err))
         checks.count(throttled=is_throttled(err))
-        # Exponential backoff with jitter: thousands of ranks that were throttled at the same moment must not come
-        # back at the same moment.
+        # Exponential backoff with jitter: thousands of ranks that were throttled at the same moment must not come back at the same moment.
         longest = min(LONGEST, FIRST * 2.0 ** min(self.failed - 1, 16), max(FIRST, self._patience - trying))
         time.sleep(random.uniform(longest / 2, longest))
 

@@ -133,8 +133,7 @@ class S3Writer(WriterBase):
         complete: list[PartRange] = []
         partial_ranges: list[PartRange] = []
         for place in self._places(offset, views):
-            # A part that is covered by one view is sent from the caller's memory, without a copy. All else is checked
-            # and gathered first.
+            # A part that is covered by one view is sent from the caller's memory, without a copy. All else is checked and gathered first.
             is_complete = place.view.nbytes == self._length(place.number) and not self.single
             (complete if is_complete else partial_ranges).append(place)
         self._check_unsent(partial_ranges)
@@ -342,9 +341,8 @@ class S3Writer(WriterBase):
             try:
                 answer = boto.complete_multipart_upload(**what, **condition)
             except ClientError as err:
-                # A completed upload has no id any more, and its object has the name: so the second try of a request
-                # whose answer was lost looks exactly like a conflict. The mark in the object's metadata tells the two
-                # apart.
+                # A completed upload has no id any more, and its object has the name: so the second try of a request whose answer was lost
+                # looks exactly like a conflict. The mark in the object's metadata tells the two apart.
                 if status_of(err) in (404, 409, 412) and self._is_ours(unmarked=tries.failed > 0):
                     return  # the same request, sent before, had its effect
                 if status_of(err) in (409, 412) and condition:

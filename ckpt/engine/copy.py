@@ -169,8 +169,7 @@ class _Meter:
 class Transfer:
     """One copy, which several processes may share: each copies some of the files, and one of them commits when all have. ``sizes`` has
     every file of the checkpoint but the record. ``replace``: a checkpoint of an earlier save at the target gives way. ``compare``: whether
-    bytes that the storage could copy by itself are read and compared all the same. They are on a file system, where that is cheap.
-    """
+    bytes that the storage could copy by itself are read and compared all the same. They are on a file system, where that is cheap."""
 
     def __init__(self, source: str, target: str, *, replace: bool = False, compare: bool = False) -> None:
         catalog = open_catalog(source)

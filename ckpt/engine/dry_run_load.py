@@ -140,8 +140,7 @@ class MeshRules:
     @classmethod
     def of(cls, sizes: Mapping[str, int], cuts: Sequence[tuple[str, int]] = (), near: int = 8) -> MeshRules:
         """Raises:
-        UsageError: a dimension has no rule.
-        """
+        UsageError: a dimension has no rule."""
         odd = [name for name in sizes if name not in AXES]
         if odd:
             raise UsageError(f"no rule for a mesh dimension {odd[0]!r}", hint=f"one of {', '.join(AXES)}, such as fsdp=8,tp=4")

@@ -147,11 +147,7 @@ class _Result:
 
 
 def verify(
-    url: str | os.PathLike[str],
-    *,
-    threads: int | None = None,
-    progress: ProgressCallback | None = None,
-    work: DividedWork | None = None,
+    url: str | os.PathLike[str], *, threads: int | None = None, progress: ProgressCallback | None = None, work: DividedWork | None = None
 ) -> VerifyReport:
     """Read a checkpoint whole and compare it with its digests.
 

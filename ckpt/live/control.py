@@ -339,8 +339,7 @@ class SourceStatus:
     @classmethod
     def from_json(cls, address: str, data: Any) -> SourceStatus:
         """Raises:
-        FormatError: it is something else.
-        """
+        FormatError: it is something else."""
         return record(cls, {**data, "address": address} if isinstance(data, dict) else data, "status", address)
 
     def of_step(self, step: int) -> SourceStatus:

@@ -285,8 +285,7 @@ class _Lists:
 
     def add(self, digest: bytes, data: bytes) -> RequestList:
         """Raises:
-        FormatError: it is no list, or not the one that has this digest.
-        """
+        FormatError: it is no list, or not the one that has this digest."""
         if digest_of(data) != digest:
             raise FormatError("a list of requests came damaged", hint="try again")
         requests = RequestList.from_bytes(data)

@@ -327,8 +327,7 @@ class Call:
 
     def check_failures(self, *, at_once: bool = False) -> None:
         """Within the work of a phase that waits for other ranks, often: give a sign of life, and see whether the call failed elsewhere.
-        ``at_once``: look also if the last look was a moment ago.
-        """
+        ``at_once``: look also if the last look was a moment ago."""
         self.heartbeat()
         now = time.monotonic()
         if self.group.store is None or (not at_once and now < self._look_at and not self._departed(())):

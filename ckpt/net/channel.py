@@ -126,8 +126,7 @@ class ControlChannel:
             self._remember(self._key(f"{self.turn}/here"))
             self._remember(self._key("heard"))
             self._remember(self._key("signed"))
-        # The order is what makes polling safe: the row is out before the mark, so whoever sees the mark finds the
-        # row.
+        # The order is what makes polling safe: the row is out before the mark, so whoever sees the mark finds the row.
         self._store.append(self._key(f"{self.turn}/rows/{self._position // TEAM}"), _FRAME.pack(mark, len(row)) + row)
         if self._size > FEW:
             self._store.append(self._key(f"{self.turn}/here"), _HERE.pack(mark))

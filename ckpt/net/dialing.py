@@ -71,9 +71,8 @@ class Dialer:
         """Often: try what is due. Those of which nothing is left to wait for."""
         now = time.monotonic()
         for dial in self.dials.values():
-            # Addresses are tried in parallel with a delay between them (Happy Eyeballs, RFC 8305): a good address is
-            # used after milliseconds, and one that drops packets delays the others by STAGGER instead of by a connect
-            # timeout.
+            # Addresses are tried in parallel with a delay between them (Happy Eyeballs, RFC 8305): a good address is used after
+            # milliseconds, and one that drops packets delays the others by STAGGER instead of by a connect timeout.
             while dial.left and now >= dial.next and sum(stream.greeted for stream in dial.open) < _MOST_SILENT:
                 self._try(dial, dial.left.popleft(), now)
         return [dial for dial in self.dials.values() if not dial.left and not dial.open]
@@ -100,9 +99,8 @@ class Dialer:
         dial = self.dials[stream.rank]
         address = dial.open.pop(stream)
         now = time.monotonic()
-        # Refused before the greeting: nobody listens there, so the next address is due at once. Closed after it:
-        # somebody listens who had no room or was not ready, and the same address is tried again, after pauses that
-        # double.
+        # Refused before the greeting: nobody listens there, so the next address is due at once. Closed after it: somebody listens who had
+        # no room or was not ready, and the same address is tried again, after pauses that double.
         if stream.greeted:
             dial.outcomes[address] = f"closed without an answer ({_why(err)})"
             self._again(dial, address, now)

@@ -239,8 +239,7 @@ class Exchange:
 
     def _look(self) -> None:
         """Send what there is now, as far as it goes; the rest when there is room again."""
-        # The flag is cleared before the queues are looked at. Cleared after it, an entry that a thread puts in
-        # between would wake nobody.
+        # The flag is cleared before the queues are looked at. Cleared after it, an entry that a thread puts in between would wake nobody.
         self.awake = False  # from now on who has something wakes again; what was there before is found below
         self.alive()
         for stream in list(self.sending):
@@ -301,8 +300,7 @@ class Exchange:
         now = time.monotonic()
         if self.port.listener is not None:
             self.port.listener.tick()
-        # A rank that has nothing to send to or get from this one at the moment owes it nothing: only those that are
-        # waited for can be late.
+        # A rank that has nothing to send to or get from this one at the moment owes it nothing: only those that are waited for can be late.
         waiting = {*(r for r, views in self.outgoing.items() if not views.idle), *self.incoming}
         if self._full():
             waiting -= {*self.queue} - {*self.incoming}  # it is their turn later

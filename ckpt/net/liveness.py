@@ -241,8 +241,7 @@ class FailureDetector:
 
     def check(self, waiting_for: Collection[int], phase: str) -> None:
         """Raises:
-        DeadlineError: of some of these ranks nothing was heard for too long.
-        """
+        DeadlineError: of some of these ranks nothing was heard for too long."""
         beats = self.heard(waiting_for)
         now = time.monotonic()
         quiet = []

@@ -242,9 +242,8 @@ class AttachedPool:
     """The pool of another process of this machine."""
 
     def __init__(self, at: Announcement) -> None:
-        # Three checks before a byte is trusted: the name, so that no device is opened; the size, so that no access
-        # lies outside; the token, so that a process with the same number in another container is not taken for the
-        # owner.
+        # Three checks before a byte is trusted: the name, so that no device is opened; the size, so that no access lies outside; the token,
+        # so that a process with the same number in another container is not taken for the owner.
         path = f"/proc/{at.pid}/fd/{at.file}"
         if not is_ours(path, _NAME):
             raise OSError(f"{path} is not shared memory of ckpt")
@@ -285,9 +284,8 @@ def machine() -> str:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            # /proc/<pid>/fd/<n> of another process can be opened only by the same user with the same capabilities, in
-            # the same namespaces, unless a security module forbids it. What differs in any of these counts as another
-            # machine.
+            # /proc/<pid>/fd/<n> of another process can be opened only by the same user with the same capabilities, in the same namespaces,
+            # unless a security module forbids it. What differs in any of these counts as another machine.
             capabilities = next(line.split()[1] for line in file if line.startswith("CapPrm"))
         user = os.geteuid()
         if not hasattr(os, "memfd_create") or os.stat("/proc/self/fd").st_uid != user:

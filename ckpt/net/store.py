@@ -165,11 +165,10 @@ def _leads_to(sock: socket.socket, port: int | None) -> bool:
 
 # The key-value store of a job (``torch.distributed.Store``), on a connection whose calls all have a deadline; a part of it for each group.
 #
-# A store's call blocks for as long as the network says nothing, which may be for ever. So one thread of each connection makes the calls,
-# in order, and whoever asked waits for it no longer than the deadline. Invariant: a connection on which a call did not come back is not
-# used any more; all later calls fail at once. It is shut, where its socket is known, so that the thread ends: one that comes back from a
-# call of torch while the interpreter ends would abort the process. The thread is a daemon, so it does not keep the process from ending in
-# any case.
+# A store's call blocks for as long as the network says nothing, which may be for ever. So one thread of each connection makes the calls, in
+# order, and whoever asked waits for it no longer than the deadline. Invariant: a connection on which a call did not come back is not used
+# any more; all later calls fail at once. It is shut, where its socket is known, so that the thread ends: one that comes back from a call of
+# torch while the interpreter ends would abort the process. The thread is a daemon, so it does not keep the process from ending in any case.
 
 R = TypeVar("R")
 

@@ -80,8 +80,7 @@ class Views:
 
     def receive(self, sock: socket.socket) -> bool:
         """Fill with what is there; whether all is filled."""
-        # Straight into the caller's memory, many views in one call: there is no buffer between the socket and the
-        # tensors.
+        # Straight into the caller's memory, many views in one call: there is no buffer between the socket and the tensors.
         count = sock.recvmsg_into(list(islice(self._left, _MOST_VIEWS)))[0]
         if not count:
             raise ConnectionError("the stream ended early")

@@ -153,8 +153,7 @@ def forget_copies(nodes: NodeSet, url: str, id: str) -> None:
 
 def copies_seen(url: str) -> bool | None:
     """Whether all copies of the checkpoint at ``url``, in the memory of this machine, were seen. None if no other machine had a part in it:
-    all of its files are here, and no copies are noted; or if it cannot be read, or only by those who ask for what it is.
-    """
+    all of its files are here, and no copies are noted; or if it cannot be read, or only by those who ask for what it is."""
     backend = open_backend(url)
     try:
         id = committed_id(backend)

@@ -1,6 +1,5 @@
 """What a process asks of the memory daemon of its machine, and the memory that it borrows: one connection for each loan, since what a
-process has borrowed goes back when its connection ends, however that happens. No torch.
-"""
+process has borrowed goes back when its connection ends, however that happens. No torch."""
 
 from __future__ import annotations
 

@@ -144,9 +144,8 @@ class NodeSet:
 
 # Where the bytes of a file are, nearest first: here, on other nodes, computed from parity, at the root.
 #
-# Damage: whoever compares digests evicts what was wrong and reads again. That is taken as: the place that gave these bytes
-# gave wrong ones; the next read of this range goes to the next place. After the last, the first is asked again, so that real damage is
-# reported.
+# Damage: whoever compares digests evicts what was wrong and reads again. That is taken as: the place that gave these bytes gave wrong ones;
+# the next read of this range goes to the next place. After the last, the first is asked again, so that real damage is reported.
 
 
 FilePlace = Backend | ParitySource

@@ -1,6 +1,5 @@
 """Which stored tensor goes to which wanted one: renames, globs, enclosing modules, shapes, dtypes and padding. Pure. All problems are
-found, not only the first.
-"""
+found, not only the first."""
 
 from __future__ import annotations
 

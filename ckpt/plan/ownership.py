@@ -158,8 +158,7 @@ def _merged_rotations(members: Sequence[tuple[TensorSpec, FlatGrid]]) -> Iterato
     """For each merged tensor its grid, and the replica that starts."""
     # A small one goes to whoever has least so far of its block.
     #
-    # Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each
-    # range of each tensor.
+    # Without small ones it is enough to know what each replica has of all ranges together: nothing is done for each range of each tensor.
     #
     # The largest tensor comes first and ties are broken by name: all ranks must take them in one order, and a greedy
     # assignment is close to the best one if what comes last is small. There are two levels of detail:
@@ -207,9 +206,8 @@ def _rotations(members: Sequence[TensorSpec]) -> list[tuple[TensorSpec, int]]:
     replicas = members[0].layout.tiling(members[0].shape).holders.shape[1]
     if replicas == 1:
         return [(t, 0) for t in members]
-    # Greedy, largest first (longest-processing-time scheduling): each tensor starts at the replica that has the least
-    # so far. An even cut leaves replica 0 with the larger part, so without the rotation the first replica of every
-    # group would write the most of every tensor.
+    # Greedy, largest first (longest-processing-time scheduling): each tensor starts at the replica that has the least so far. An even cut
+    # leaves replica 0 with the larger part, so without the rotation the first replica of every group would write the most of every tensor.
     load = np.zeros(replicas)
     bytes_of: dict[object, np.ndarray[tuple[int], np.dtype[np.float64]]] = {}
     rotations = []

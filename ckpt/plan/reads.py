@@ -312,8 +312,7 @@ def pieces(chunk: Box, cover: Box, limit: int) -> Iterator[CacheBlock]:
         row -= (count - 1) * stride
         if row <= limit:
             break
-    # Dimensions before ``lead`` are walked one row at a time, ``lead`` itself ``rows`` at a time, and those after it
-    # are taken whole:
+    # Dimensions before ``lead`` are walked one row at a time, ``lead`` itself ``rows`` at a time, and those after it are taken whole:
     #
     # chunk [4, 3, 5], limit 10 elements     lead = 1, since one row of dimension 0 spans 15
     # block 0: [0, 0:2, :]   block 1: [0, 2:3, :]   block 2: [1, 0:2, :]   …

@@ -47,10 +47,9 @@ class Table:
 
         Who writes a tensor depends on the tensors that lie on the same ranks alone (``assign``), so no part needs another one.
         """
-        # Why parts: with pipeline and expert parallelism nearly every rank has a different set of tensors, so whole
-        # tables would all differ and the leader would read ranks × tensors entries. Cut by (mesh, coordinates), the
-        # part of stage 0, the part of stage 1 and the part that all ranks share repeat from rank to rank; each is
-        # sent and read once.
+        # Why parts: with pipeline and expert parallelism nearly every rank has a different set of tensors, so whole tables would all differ
+        # and the leader would read ranks × tensors entries. Cut by (mesh, coordinates), the part of stage 0, the part of stage 1 and the
+        # part that all ranks share repeat from rank to rank; each is sent and read once.
         groups: dict[object, list[TensorSpec]] = {}
         by_layout: dict[int, list[TensorSpec]] = {}
         for t in self.tensors:
@@ -173,10 +172,9 @@ def join_tables(tables: Sequence[tuple[Sequence[int], Table]], *, merge_flat_sha
             if claim.tensor != t:
                 _report_difference(claim, t, tables, number, problems)
             claim.tables.append(number)
-            # Ranks outside the tensor's mesh may have it in their tables, but perhaps know only some of the mesh's
-            # tensors. They would balance the load over too few, and name other writers than the mesh's own ranks do.
-            # Whether a table of these ranks says who writes the tensor: ranks beside its mesh may know only some of the mesh's
-            # tensors
+            # Ranks outside the tensor's mesh may have it in their tables, but perhaps know only some of the mesh's tensors. They would
+            # balance the load over too few, and name other writers than the mesh's own ranks do. Whether a table of these ranks says who
+            # writes the tensor: ranks beside its mesh may know only some of the mesh's tensors
             if any(t.layout.coordinate(r) is not None for r in ranks):
                 claim.assignment = assignments[t.name]
     _join_stated(stated, claims, tables, problems, stored=stored)

@@ -1,6 +1,5 @@
 """Policies that serve saving and keeping alike, EverySteps and what joins policies of one side; and policies as data: JSON for
-configurations, the short text of ``--keep``.
-"""
+configurations, the short text of ``--keep``."""
 
 from __future__ import annotations
 

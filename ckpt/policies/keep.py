@@ -355,8 +355,7 @@ def _with_what_they_use(committed: Sequence[StepInfo], kept: set[int]) -> set[in
     for s in committed:
         for referrer in s.users:
             used.setdefault(referrer, []).append(s.step)
-    # The transitive closure of "uses bytes of": a kept checkpoint needs those that it refers to, and these need
-    # theirs.
+    # The transitive closure of "uses bytes of": a kept checkpoint needs those that it refers to, and these need theirs.
     needed = set(kept)
     open_ends = [*kept, *(r for r in used if r not in known)]
     while open_ends:

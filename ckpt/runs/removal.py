@@ -332,8 +332,7 @@ def _remove_named(root: Backend, removals: Sequence[Removal], referrers: Referre
 
 
 def _remove_link(root: Backend, name: str, target: str) -> bool:
-    # The checkpoint behind it stays, but references go by the name: somebody may have moved a base away and left a
-    # link in its place.
+    # The checkpoint behind it stays, but references go by the name: somebody may have moved a base away and left a link in its place.
     needed_by = referred_files(open_backend(join_url(root.url, name)))
     if needed_by.names():
         log.warning("the link %s/%s stays: %s", root.url, name, needed_by.text())
@@ -419,8 +418,7 @@ def _parts(steps: Sequence[Step]) -> dict[str, list[Step]]:
 def _users(steps: Sequence[Step]) -> dict[str, list[Step]]:
     """The URL of a step → the checkpoints among ``steps`` that use its files: virtual ones, and those with references; under whatever
     name."""
-    # Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps +
-    # sources.
+    # Each step has few places (its directory, or where links lead), so these are looked up, and what grows is steps + sources.
     with_sources = [v for v in steps if v.sources]
     if not with_sources or len(steps) < 2:
         return {}

@@ -40,8 +40,7 @@ class Sidecars:
 
     def put(self, directory: str, write: Callable[[str], object], durable: Future[Any] | None) -> None:
         """``write`` files into the folder that it is given, now; they appear in ``directory`` of the run once ``durable`` is done, if it
-        did not fail. That those before could not be put is raised when these are on their way.
-        """
+        did not fail. That those before could not be put is raised when these are on their way."""
         failed: StorageError | None = None
         try:
             self.wait()

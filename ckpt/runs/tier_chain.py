@@ -260,8 +260,7 @@ class TierChain:
 
     def _passed_over(self, url: str, err: CkptError, kinds: tuple[type[CkptError], ...]) -> bool:
         """Whether any rank raised one of these ``kinds``; all ranks come here together, since a load fails on all."""
-        # The ranks may fail in different ways: one reads damage, the others hear of it. All of them ask together and take
-        # the same way.
+        # The ranks may fail in different ways: one reads damage, the others hear of it. All of them ask together and take the same way.
         mine = raised(err, *kinds)
         call = self._group.call("restore", url, self._timeout)
         return bool(call.map_reduce("damaged", lambda: {"damaged": mine}, lambda rows: any(row["damaged"] for row in rows.values())))

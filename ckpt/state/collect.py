@@ -268,8 +268,7 @@ class _CollectWalk:
 
     def stateful(self, value: object, path: str) -> Node:
         refuse_zero(value, path)
-        # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout
-        # would have them.
+        # What an object gives of itself goes back to it as it was: names inside are not moved to where a layout would have them.
         outside, given = dict(self.renumbered), state_of(value, path)
         if self.taker is not None and not self.taker.wants_some(path, given):
             return LEFT_OUT

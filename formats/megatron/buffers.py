@@ -81,9 +81,8 @@ def buffer_layout(
         data_parallel: ranks that share the buffer, context parallelism included.
         divisor: 128, or 65536 with ``--ddp-pad-buckets-for-high-nccl-busbw``.
     """
-    # The same loop as Megatron's own, in elements: ``at`` is where the next parameter may begin, ``opened`` where the
-    # current bucket began. A bucket is closed when it is full, and around a shared parameter, which has to be alone
-    # in its bucket.
+    # The same loop as Megatron's own, in elements: ``at`` is where the next parameter may begin, ``opened`` where the current bucket began.
+    # A bucket is closed when it is full, and around a shared parameter, which has to be alone in its bucket.
     step = math.lcm(data_parallel, divisor)
     slots: list[Slot] = []
     buckets: list[Bucket] = []

@@ -205,8 +205,7 @@ class _Repair:
 
     def _is_zero_beyond(self, laid: _Laid) -> bool:
         """Whether all that was written beyond the end of the buffer is zero, as it is where nothing was there to write."""
-        # If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what
-        # fits.
+        # If it is not, it lies elsewhere in truth. Elements that a repair calls lost prove nothing, for they get what fits.
         return not any(
             self.table.read_piece(key, SourcePiece((0,), (min(_WINDOW, s.stop - at),), s.source, s.at + at - s.start)).any()
             for key, segments in laid.beyond.items()

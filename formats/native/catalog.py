@@ -108,10 +108,9 @@ class NativeCatalog(CatalogDefaults):
 
     def extents_of(self, wanted: Sequence[tuple[TensorEntry, int]]) -> list[Extent]:
         """Where one chunk each of many tensors is, in the order asked for. Errors as for :meth:`extents`."""
-        # The loop of every load into the saved layout. Its fast path takes one chunk per tensor, stored under the
-        # bare name, with the dtype and shape of the entry; tensors that follow each other mostly share a grid and a
-        # file, so the header is looked up once for all of them. Everything else takes ``_extent``, which knows all
-        # kinds of keys.
+        # The loop of every load into the saved layout. Its fast path takes one chunk per tensor, stored under the bare name, with the dtype
+        # and shape of the entry; tensors that follow each other mostly share a grid and a file, so the header is looked up once for all of
+        # them. Everything else takes ``_extent``, which knows all kinds of keys.
         extents = []
         chunks: Mapping[str, StoredChunk] = {}
         last, path = None, ""
@@ -362,8 +361,7 @@ def replacement(catalog: Catalog) -> ConflictError | None:
         return None
     backend = open_backend(catalog.url)
     try:
-        # Past the caches of this machine: a network file system may show the old record for seconds after it was
-        # replaced.
+        # Past the caches of this machine: a network file system may show the old record for seconds after it was replaced.
         backend.evict(COMMIT_PATH)
         data = read_record(backend)
         if data is not None and CommitRecord.from_bytes(data, catalog.url).id == opened:

@@ -153,9 +153,8 @@ def _measure(blob: memoryview) -> tuple[int, int]:
     if not 1 <= frame.content_size <= FRAME_BYTES:  # also if the frame does not say: that reads as a huge one
         raise damaged(f"a zstd frame does not say that it has 1 to {FRAME_BYTES} bytes")
     for _ in range(_FRAME_BLOCKS):
-        # A zstd frame does not say how long it is; its blocks do. A block header is 3 bytes: bit 0 marks the last
-        # block, bits 1 and 2 are the type, the rest is the size. Walking them finds the end without decompressing
-        # anything.
+        # A zstd frame does not say how long it is; its blocks do. A block header is 3 bytes: bit 0 marks the last block, bits 1 and 2 are
+        # the type, the rest is the size. Walking them finds the end without decompressing anything.
         header = int.from_bytes(blob[at : at + 3], "little")
         at += 3 + (1 if header >> 1 & 3 == 1 else header >> 3)  # blocks of type 1 are one byte, repeated
         if at > len(blob):

@@ -45,11 +45,6 @@ Branches: TypeAlias = tuple[Branch, ...]
 """Those that led to a checkpoint, the first one first; ``after`` never falls."""
 
 
-def branches_of(rows: Iterable[Any]) -> Branches:
-    """What JSON made lists of."""
-    return tuple(Branch(id, after) for id, after in rows)
-
-
 def begun_last(several: Iterable[Branches]) -> Branches:
     """Of the branches of some checkpoints those of the branch that was begun last."""
     # a run that never went back comes before all others

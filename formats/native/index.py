@@ -278,8 +278,7 @@ def _contradicts(what: str, where: str) -> NoReturn:
 def _decode_tensors(data: bytes, grids: _GridTable, where: str) -> tuple[TensorEntry, ...]:
     columns = from_file(data, _TENSORS, where)
     names, dtypes, shapes, logicals, rows, aliases, ranks = (columns[n].to_pylist() for n in _TENSORS.names)
-    # Sorted names are part of the format: a reader can look a name up by bisection, and equal sets of tensors give
-    # equal bytes.
+    # Sorted names are part of the format: a reader can look a name up by bisection, and equal sets of tensors give equal bytes.
     if any(a >= b for a, b in pairwise(names)):
         _contradicts("tensor names are not sorted, or one occurs twice", where)
     try:

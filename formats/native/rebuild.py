@@ -207,9 +207,8 @@ def _box(ranges: Ranges | None, shape: tuple[int, ...]) -> Box:
 def _tensor(name: str, rebuilt: _RebuiltTensor, where: str) -> TensorEntry:
     offsets = np.array([b.offset for b in rebuilt.boxes], dtype=np.int64).reshape(len(rebuilt.boxes), rebuilt.dims)
     shapes = np.array([b.shape for b in rebuilt.boxes], dtype=np.int64).reshape(len(rebuilt.boxes), rebuilt.dims)
-    # The global shape is stored in the index alone, which is lost. So it is taken from the chunks: the largest end in
-    # each dimension. That finds every hole but rows missing at the very end, unless a coded chunk of the tensor says
-    # the shape.
+    # The global shape is stored in the index alone, which is lost. So it is taken from the chunks: the largest end in each dimension. That
+    # finds every hole but rows missing at the very end, unless a coded chunk of the tensor says the shape.
     ends = tuple((offsets + shapes).max(axis=0).tolist())
     shape = ends if rebuilt.shape is None else rebuilt.shape
     if any(e > n for e, n in zip(ends, shape, strict=True)):

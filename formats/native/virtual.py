@@ -42,9 +42,8 @@ def encode_extents(contents: Contents) -> dict[str, bytes]:
         if problem is not None:
             raise ConsistencyError(f"these contents cannot be an index: {problem}")
         rows += extents
-    # One row per chunk, in the order of the tensors' names and of each grid's chunks: so a row needs neither the name
-    # of its tensor nor the number of its chunk. Data files need no such table, since their headers say where chunks
-    # lie.
+    # One row per chunk, in the order of the tensors' names and of each grid's chunks: so a row needs neither the name of its tensor nor the
+    # number of its chunk. Data files need no such table, since their headers say where chunks lie.
     columns = {name: column([getattr(e, name) for e in rows], _EXTENTS.field(name).type) for name in ("offset", "length", "digest")}
     columns["strides"] = column([strides_of(e.codec) for e in rows], INTEGERS)
     return {SOURCES: rows_to_file(contents.sources, _SOURCES), EXTENTS: to_file(columns, _EXTENTS)}
@@ -71,9 +70,8 @@ def decode_extents(data: bytes, tensors: Sequence[TensorEntry], sources: Sequenc
     for entry in _stored(tensors):
         extents = []
         for chunk, shape in enumerate(_shapes(entry)):
-            # A chunk that lies with strides in a foreign file takes the bytes from its first to its last element. The
-            # stored length must be exactly that, or the strides would lead out of the range that was checked against
-            # the file's size.
+            # A chunk that lies with strides in a foreign file takes the bytes from its first to its last element. The stored length must be
+            # exactly that, or the strides would lead out of the range that was checked against the file's size.
             steps = strides[at]
             if steps is not None and reach(shape, steps, entry.dtype.itemsize) != lengths[at]:
                 _contradicts(f"chunk {entry.name}{entry.grid.box(chunk)} has strides that do not fit it", f"{where}/{EXTENTS}")

@@ -73,8 +73,7 @@ class Cohort:
     def __post_init__(self) -> None:
         grid = self.jobs[0].entry.grid
         empty = np.zeros(0, dtype=np.int64)
-        # Chunks sorted by file, as two parallel columns: a million chunks cost 16 MB here, and would cost several
-        # hundred as objects.
+        # Chunks sorted by file, as two parallel columns: a million chunks cost 16 MB here, and would cost several hundred as objects.
         chunks = np.unique(np.concatenate([empty, *(grid.overlapping(box) for _, box in self.wanted)]))
         if self.left_out:
             chunks = chunks[~np.isin(chunks, np.fromiter(self.left_out, dtype=np.int64))]
@@ -212,8 +211,7 @@ class ChunkScan:
 
     def look_up(self, file: int) -> FilePlan:
         """Raises:
-        CorruptError: the file is missing or has another size, or its header is damaged or does not fit the index.
-        """
+        CorruptError: the file is missing or has another size, or its header is damaged or does not fit the index."""
         # Rows of at most ``most`` bytes of one file are looked up together and read in groups. What is longer, or has
         # a key that the header does not show where it was expected, goes one by one.
         small: list[CohortChunk] = []

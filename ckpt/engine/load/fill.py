@@ -117,8 +117,7 @@ def verdict_of(call: Call, catalog: Catalog, rows: Mapping[int, Row], select: Se
 
 def _lists(call: Call, rows: Mapping[int, Row], key: str) -> Iterator[tuple[Row, list[int]]]:
     """What rows have under a key, each with the ranks that have it."""
-    # Nearly all ranks have the same problems, mostly none, so the leader fetches a handful of lists however many
-    # ranks there are.
+    # Nearly all ranks have the same problems, mostly none, so the leader fetches a handful of lists however many ranks there are.
     by_digest: dict[str, list[int]] = {}
     for rank, row in rows.items():
         if call.group.size == 1:

@@ -158,8 +158,7 @@ class ReadExchange:
                 feed.wake = lambda: None
 
     def _make_pool(self) -> None:
-        # Slots are needed only for what is handed out; what is received lies in other ranks' slots or goes straight
-        # into the tensors.
+        # Slots are needed only for what is handed out; what is received lies in other ranks' slots or goes straight into the tensors.
         if not self._feeds:
             return
         near = self._near.intersection(self._feeds)
@@ -272,8 +271,7 @@ class ReadExchange:
 
     def _hand_out(self, shared_read: SharedRead, number: int, cut: ReadSlice, fill: _Fill) -> None:
         """Fill a slot, or the target itself where nobody else wants this piece; send it, and take this rank's part."""
-        # What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold
-        # another one.
+        # What has to be packed is read into this thread's memory: who waits for a slot to pack in must not hold another one.
         me = self.sharing.rank
         # Four ways to hand a slice out, the cheapest first:
         #

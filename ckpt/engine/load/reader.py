@@ -299,7 +299,6 @@ def steps_of(file: FilePlan) -> list[CopyStep]:
 
 def same_chunk(part: Part, steps: Sequence[CopyStep]) -> Hashable:
     """Equal for parts that are the same bytes of the same chunk."""
-    # A virtual checkpoint may have chunks of other boxes, or whose elements lie in another order, over the same
-    # bytes.
+    # A virtual checkpoint may have chunks of other boxes, or whose elements lie in another order, over the same bytes.
     step = steps[part.copy]
     return part.offset, part.length, step.extent.codec, step.copy.chunk_box

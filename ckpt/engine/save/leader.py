@@ -197,8 +197,7 @@ class Leader:
         own_rows = self._own_rows(apart) if apart else {}
         entries, cache = self._index(files, own_rows, how)
         if cache.values != self._values_key:
-            # Other values than in the last save: the cached JSON of the state is dropped, and the values are fetched
-            # below.
+            # Other values than in the last save: the cached JSON of the state is dropped, and the values are fetched below.
             cache.values, cache.state = self._values_key, None
         values = Values(None, {}) if cache.state is not None else self.values if given is None else given
         references = how.references

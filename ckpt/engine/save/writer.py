@@ -1,6 +1,5 @@
 """Writes one rank's data files: chunks are hashed, coded where that is asked for, and written block by block, by a few threads, from the
-state's own memory or from the stage that holds a copy of it.
-"""
+state's own memory or from the stage that holds a copy of it."""
 
 from __future__ import annotations
 

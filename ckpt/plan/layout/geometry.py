@@ -248,8 +248,7 @@ def box_to_flat(shape: Sequence[int], box: Box) -> tuple[int, int] | None:
     """The flat range of a box that is contiguous in a row-major tensor of ``shape``; None if it is not."""
     if box.numel == 0:
         return (0, 0)
-    # Contiguous means: some inner dimensions are whole, one dimension is any interval, and all before it have a
-    # single coordinate.
+    # Contiguous means: some inner dimensions are whole, one dimension is any interval, and all before it have a single coordinate.
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
@@ -395,8 +394,7 @@ def _dense_fault(cuts: Sequence[Sequence[int]], offsets: IntArray, ends: IntArra
 
 def _split_fault(box: Box, cuts: Sequence[Sequence[int]], offsets: IntArray, shapes: IntArray) -> TilingFault | None:
     """Halve the box along its most cut dimension: the compressed grid of very many irregular boxes would not fit in memory."""
-    # Each half sees only the boxes that reach into it, so its compressed grid is smaller; the recursion ends where it
-    # fits into memory.
+    # Each half sees only the boxes that reach into it, so its compressed grid is smaller; the recursion ends where it fits into memory.
     axis = max(range(len(cuts)), key=lambda i: len(cuts[i]))
     middle = int(cuts[axis][len(cuts[axis]) // 2])
     for lo, hi in ((box.offset[axis], middle), (middle, box.end[axis])):

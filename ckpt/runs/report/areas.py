@@ -197,8 +197,7 @@ def _area(kind: str, layer: LayerSize, rect: Rect) -> Markup:
 
 def squarify(shares: Sequence[float], area: Rect, aspect: float) -> list[Rect]:
     """Rectangles of the given sizes, largest first, that tile ``area``: rows along its shorter side, each as long as it makes them squarer
-    (Bruls, Huizing and van Wijk, 2000). ``aspect`` is that of the whole picture, ``area`` is in shares of it.
-    """
+    (Bruls, Huizing and van Wijk, 2000). ``aspect`` is that of the whole picture, ``area`` is in shares of it."""
     x, y, width, height = area
     rects: list[Rect] = []
     at = 0

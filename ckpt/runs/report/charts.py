@@ -1,6 +1,5 @@
 """Pictures: series over steps, bars, heat maps. Lengths across are shares of the width, so that text keeps its size on any screen;
-only marks without text are stretched.
-"""
+only marks without text are stretched."""
 
 from __future__ import annotations
 
