@@ -59,10 +59,9 @@ class Saved(Job):
         return f"{url}/global_step_{step}/actor"
 
     def save(self, url: str) -> None:
-        own = self.writer is not self.manager
-        for step in (SAVED - 1, SAVED) if own else (SAVED - 1, SAVED, SAVED):  # a step that is saved again is one to keep
+        for step in (SAVED - 1, SAVED, SAVED) if self.background else (SAVED - 1, SAVED):  # a step that is saved again is one to keep
             self.writer.save_checkpoint(local_path=self.path(url, step), hdfs_path=None, global_step=step, max_ckpt_to_keep=1)
-        if own:
+        if self.writer is not self.manager:
             return
         self.manager.wait()
         dist.barrier()
