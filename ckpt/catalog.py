@@ -1,5 +1,4 @@
-"""What every reader gives and every writer takes: tensors, and for each the chunks that hold it. Pure values; bytes are read
-elsewhere."""
+"""What every reader gives and every writer takes: tensors, and for each the chunks that hold it. Pure values; bytes are read elsewhere."""
 
 from __future__ import annotations
 

@@ -34,10 +34,9 @@ _HEADS = ("CHECKPOINT", ">STEP", "STATUS", ">BYTES", ">ON DISK", ">SHARED", ">RA
 def ls(root: str, *, output: Output) -> None:
     """List the checkpoints of the run at ROOT, the newest step last.
 
-    ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed
-    with the reason, checkpoints of other formats with the name of the format. BYTES counts its tensors before compression, ON DISK
-    its files, and SHARED the data files of other checkpoints that it refers to. -q prints only the URLs of
-    checkpoints that can be loaded.
+    ROOT is the directory that contains the steps of a run, or a single checkpoint. Unfinished saves and damaged checkpoints are listed with
+    the reason, checkpoints of other formats with the name of the format. BYTES counts its tensors before compression, ON DISK its files,
+    and SHARED the data files of other checkpoints that it refers to. -q prints only the URLs of checkpoints that can be loaded.
 
     \b
     Example:
@@ -139,10 +138,9 @@ _COPY_INTERRUPTED = (
 def cp(source: str, target: str, *, threads: int | None, compare: bool, dry_run: bool, output: Output) -> None:
     """Copy the checkpoint at SRC to DST; both are URLs of any storage. If DST ends in /, the copy gets the name of SRC below it.
 
-    Every byte is checked against its digest. An object store may copy files itself; --compare reads these, too. DST cannot be opened
-    until it is complete. After an interruption the same command resumes. Another checkpoint at DST
-    is never replaced, and nothing is put beside other files. The copy of a virtual checkpoint is self-contained.
-    Under torchrun or srun the processes share the files among them.
+    Every byte is checked against its digest. An object store may copy files itself; --compare reads these, too. DST cannot be opened until
+    it is complete. After an interruption the same command resumes. Another checkpoint at DST is never replaced, and nothing is put beside
+    other files. The copy of a virtual checkpoint is self-contained. Under torchrun or srun the processes share the files among them.
 
     \b
     Example:

@@ -33,8 +33,7 @@ class _Store:
 
 
 class InProcessBackend(Backend):
-    """Objects below a prefix of the process-wide store. ``inprocess://a`` and ``inprocess://a/b`` see the same objects by
-    different paths.
+    """Objects below a prefix of the process-wide store. ``inprocess://a`` and ``inprocess://a/b`` see the same objects by different paths.
 
     As on a file system, an object shows from ``create`` on, at its full size. There are no directories: they exist as long as an object
     lies in them.

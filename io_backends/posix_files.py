@@ -1,5 +1,4 @@
-"""The system calls that the POSIX backend is made of: errors mapped, directories made, synced and pruned, small files
-published.
+"""The system calls that the POSIX backend is made of: errors mapped, directories made, synced and pruned, small files published.
 
 Invariants: this is the one place where an OSError becomes one of ours. Paths here are absolute. A directory that another process removes
 between two calls is made again, because a ``delete`` elsewhere may prune what was made a moment ago.

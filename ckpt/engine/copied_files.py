@@ -261,8 +261,7 @@ CopyTask = Callable[[], int]
 """Gives the bytes that it has done."""
 
 Take = Callable[[int, memoryview], None]
-"""Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared, and again if it did not
-fit."""
+"""Gets bytes and their offset in the file. Those of a long chunk come before its digest was compared, and again if it did not fit."""
 
 
 class FileCopy:

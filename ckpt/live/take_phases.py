@@ -98,11 +98,10 @@ class TakeReport:
     ``lost_relays``: sinks, that others stood in for, and why. ``took_from``: bytes of all ranks of the sink by whom they came from,
     ``"source"`` or another sink. ``dense``: of these, what came whole from a source with ``delta=True``, by why: ``"first version"``,
     ``"base not kept"`` (the source keeps the version no more that this sink had), ``"changes no shorter"``, ``"state was changed"`` (by
-    another process), ``"state was torn"``, ``"other dtypes"``, ``"base has other tensors"``, ``"shared memory"``.
-    ``waited``: seconds for the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state.
-    ``spans.sums`` has the seconds and bytes of its phases: ``match``, ``plan``, ``pull`` (one for each connection to a rank), ``verify``
-    (within ``pull``, but for memory of this machine) and ``switch``; none with ``CKPT_SPANS=off``.
-    ``missing``, ``unexpected``, as for ``ckpt.load``."""
+    another process), ``"state was torn"``, ``"other dtypes"``, ``"base has other tensors"``, ``"shared memory"``. ``waited``: seconds for
+    the version to be there, ``seconds`` for the rest, of which ``switch`` for the copy into the state. ``spans.sums`` has the seconds and
+    bytes of its phases: ``match``, ``plan``, ``pull`` (one for each connection to a rank), ``verify`` (within ``pull``, but for memory of
+    this machine) and ``switch``; none with ``CKPT_SPANS=off``. ``missing``, ``unexpected``, as for ``ckpt.load``."""
 
     version: Version
     needed: int

@@ -148,11 +148,10 @@ def join(path: str, key: object) -> str:
 def encode(value: object, path: str, leaf: Leaf, quick: Mapping[type, Leaf] | None = None) -> Node:
     """Turn a nested state into a node.
 
-    Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict``, ``defaultdict`` and ``Counter``), list,
-    tuple, set, frozenset, ``io.BytesIO``, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``,
-    ``torch.device`` and ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in
-    keys and in sets, where only plain values may be. Values of the classes in ``quick`` are given to what they have there, before
-    anything else is tried.
+    Plain values are None, bool, int, float, complex, str, bytes, dict (also ``OrderedDict``, ``defaultdict`` and ``Counter``), list, tuple,
+    set, frozenset, ``io.BytesIO``, numpy scalars and arrays of the dtypes of docs/format.md §7, ``torch.dtype``, ``torch.device`` and
+    ``torch.Size``. Subclasses of these are not plain. ``leaf(value, path)`` is asked for everything else, except in keys and in sets, where
+    only plain values may be. Values of the classes in ``quick`` are given to what they have there, before anything else is tried.
     """
     return _Encoder(leaf, quick=quick).node(value, path)
 

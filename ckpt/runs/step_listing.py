@@ -209,8 +209,7 @@ def is_of_checkpoint(names: Sequence[str]) -> bool:
 
 def vanished_bases(root_url: str, steps: Sequence[Step]) -> dict[str, tuple[str, ...]]:
     """URL of a checkpoint of the run → names of those that have data files it refers to and that are not there any more: it cannot be
-    loaded whole. A checkpoint that is listed alone, or through a link, has neighbours that are not
-    listed: nothing is said of it."""
+    loaded whole. A checkpoint that is listed alone, or through a link, has neighbours that are not listed: nothing is said of it."""
     there = {name for s in steps for name in (directory_name(s), *s.also)}
     sharing = [s for s in steps if s.shared_bytes and s.link is None and s.url != root_url]
     owners = {s.url: tuple(url.rpartition("/")[2] for url in s.sources) for s in sharing}

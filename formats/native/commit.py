@@ -119,8 +119,7 @@ class MemberCheckpoint(NamedTuple):
 class CommitRecord:
     """What ``checkpoint.json`` says. ``features`` are the extensions that it takes to read the checkpoint; ``index`` is by file name;
     ``tensor_bytes`` is the sum of the sizes of all stored tensors, before coding; ``metrics`` and ``tags`` are what the job said of it.
-    ``inline`` repeats small index files, in base64, for storage where each file is a request. By default it is ours,
-    of now."""
+    ``inline`` repeats small index files, in base64, for storage where each file is a request. By default it is ours, of now."""
 
     id: str
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="milliseconds"))

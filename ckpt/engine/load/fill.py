@@ -206,13 +206,12 @@ def _on(name: str, ranks: list[int], size: int) -> str:
 class LoadReport:
     """What a load did, or with ``dry_run`` would do.
 
-    ``missing``: names of the state, on any rank, that the checkpoint lacks. ``unexpected``: names of the checkpoint that no rank's
-    state has. ``renamed``: a tensor's stored name → its name in the state. ``cast``: tensors of this rank whose dtype was converted.
-    Bytes are this rank's: ``bytes_needed`` by its tensors as they are stored, ``bytes_read`` from storage, for others too,
-    ``bytes_unverified`` read without a check of their digest, ``bytes_received`` of those needed that other ranks had read. They came
-    in ``requests`` reads, which storage may split, from ``files`` files. ``memory`` is what reading took beside the state, in bytes. Of
-    a dry run it is the most that reading can take, and ``seconds`` is an estimate for the slowest rank, made from
-    ``estimated_from``.
+    ``missing``: names of the state, on any rank, that the checkpoint lacks. ``unexpected``: names of the checkpoint that no rank's state
+    has. ``renamed``: a tensor's stored name → its name in the state. ``cast``: tensors of this rank whose dtype was converted. Bytes are
+    this rank's: ``bytes_needed`` by its tensors as they are stored, ``bytes_read`` from storage, for others too, ``bytes_unverified`` read
+    without a check of their digest, ``bytes_received`` of those needed that other ranks had read. They came in ``requests`` reads, which
+    storage may split, from ``files`` files. ``memory`` is what reading took beside the state, in bytes. Of a dry run it is the most that
+    reading can take, and ``seconds`` is an estimate for the slowest rank, made from ``estimated_from``.
     """
 
     url: str

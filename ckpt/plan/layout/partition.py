@@ -1,5 +1,4 @@
-"""How a tensor is cut into boxes. The one place that knows its two forms. Stored grids, layouts and assignments are
-of this kind. Pure."""
+"""How a tensor is cut into boxes. The one place that knows its two forms. Stored grids, layouts and assignments are of this kind. Pure."""
 
 from __future__ import annotations
 
