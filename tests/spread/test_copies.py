@@ -24,6 +24,7 @@ import torch
 import ckpt
 from ckpt import settings
 from ckpt.engine.copied_files import CopyTask, FileCopy
+from ckpt.engine.save import leader
 from ckpt.errors import NoSpaceError, StorageError
 from ckpt.formats.native.paths import RunBackend
 from ckpt.io_backends import PosixBackend, open_backend
@@ -309,6 +310,46 @@ def peer(tmp_path: Path) -> Iterator[tuple[int, NodeConnections, MemoryClient]]:
         process.join()
 
 
+def tier_of(path: Path, connections: NodeConnections) -> SpreadTier:
+    """The memory of this process and of node b."""
+    tier = SpreadTier(NodeLocal("memory://run"), str(path / "root"), group_of(None), DEADLINE)
+    other = StorageNode(name="b", domain="b", below=partial(RemoteNode, connections), in_memory=True)
+    tier.nodes = replace(tier.nodes, nodes=[*tier.nodes.nodes, other])
+    tier._know()
+    return tier
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, pid: int, owner: object, name: str) -> None:
+    """Stop a process when this one comes to the function of this name."""
+    inner = getattr(owner, name)
+
+    def stopped_first(*args: object, **named: object) -> object:
+        os.kill(pid, signal.SIGSTOP)
+        return inner(*args, **named)
+
+    monkeypatch.setattr(owner, name, stopped_first)
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_a_save_that_a_silent_machine_fails_waits_for_it_once(
+    tmp_path: Path, peer: tuple[int, NodeConnections, MemoryClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped before the index is written: what the save has made goes, without a further deadline for each file."""
+    pid, connections, _ = peer
+    url = Tiers(str(tmp_path / "root"), local=(tier := tier_of(tmp_path, connections)).url, spread=tier).place(1)
+    stop_at(monkeypatch, pid, leader, "write_index")
+    began = time.monotonic()
+    with pytest.raises(StorageError, match="node b is lost"):
+        ckpt.save(url, {"w": torch.ones(1000)})
+    assert time.monotonic() - began < 2 * DEADLINE
+    monkeypatch.undo()
+    os.kill(pid, signal.SIGCONT)
+    ckpt.save(url, {"w": torch.zeros(1000)})
+    assert torch.equal(ckpt.open(url)["w"][:], torch.zeros(1000))
+    tier.close()
+
+
 @pytest.mark.alone
 @pytest.mark.parametrize("when", ["before", "record", "files"])
 def test_a_silent_machine_holds_retention_for_one_deadline_at_most(
@@ -321,29 +362,17 @@ def test_a_silent_machine_holds_retention_for_one_deadline_at_most(
     """It is stopped before retention, before a record goes, or before files go. One warning names it, what is to stay does on the others,
     and retention goes on when it answers again."""
     pid, connections, memory = peer
-    tier = SpreadTier(NodeLocal("memory://run"), str(tmp_path / "root"), group_of(None), DEADLINE)
-    other = StorageNode(name="b", domain="b", below=partial(RemoteNode, connections), in_memory=True)
-    tier.nodes = replace(tier.nodes, nodes=[*tier.nodes.nodes, other])
-    tier._know()
+    tier = tier_of(tmp_path, connections)
     tiers = Tiers(str(tmp_path / "root"), local=tier.url, spread=tier)
     tiers.retain_after_save()
     for n in (1, 2):
         ckpt.save(tiers.place(n), {"w": torch.full((1000,), float(n))})
         copy(tier.nodes)
 
-    def stop(owner: object, name: str) -> None:
-        inner = getattr(owner, name)
-
-        def stopped_first(*args: object) -> object:
-            os.kill(pid, signal.SIGSTOP)
-            return inner(*args)
-
-        monkeypatch.setattr(owner, name, stopped_first)
-
     if when == "before":
         os.kill(pid, signal.SIGSTOP)
     else:
-        stop(*{"record": (removal, "_hide"), "files": (SpreadBackend, "delete_many")}[when])
+        stop_at(monkeypatch, pid, *{"record": (removal, "_hide"), "files": (SpreadBackend, "delete_many")}[when])
     began = time.monotonic()
     with caplog.at_level(logging.WARNING, "ckpt"):
         tiers.retain_after_save()
