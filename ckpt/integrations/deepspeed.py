@@ -80,7 +80,7 @@ class EngineCheckpoints:
         no checkpoint."""
         run, root = self.checkpointer, self._root(load_dir)
         last, is_step = run.saved_last(root if tag is None else join_url(root, str(tag)))
-        if last is None and (tag is not None or os.path.exists(os.path.join(root, "latest"))):
+        if last is None and (tag is not None or any(os.path.exists(os.path.join(root, n)) for n in ("latest", "latest_universal"))):
             flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
             loaded: tuple[str | None, dict[str, Any] | None] = self._own["load_checkpoint"](root, tag, *flags)
             return loaded

@@ -147,6 +147,9 @@ class _ShardedCheckpoints(BackgroundSave):
     global_rank: int
 
     def __init__(self, *arguments: Any, background: bool = False, **named: Any) -> None:
+        if named.get("state_dict_type") == "full" or not named.get("save_distributed_checkpoint", True):
+            hint = "leave it out: any layout loads the shards; `ckpt convert --to torch` makes one file of them"
+            raise UsageError("these strategies save shards, and no whole state", hint=hint)
         super().__init__(*arguments, **named)
         self.background = background
 

@@ -324,6 +324,8 @@ def use(
     keep = keep if keep is not None else Latest(limit) if limit else All()
     options["keep"] = keep | BestOfTrainer(trainer) if trainer.args.load_best_model_at_end else keep
     _check(trainer)
+    if (own := type(trainer)._save_checkpoint) is not Trainer._save_checkpoint:  # in TRL most write a model card
+        log.warning("%s is not called: what it writes beside a checkpoint is not there", own.__qualname__)
     made = CheckpointCallback(trainer, root, save, options, weights=weights)
     trainer.remove_callback(CheckpointCallback)
     trainer.add_callback(made)

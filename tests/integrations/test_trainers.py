@@ -170,6 +170,12 @@ for Trial.number in (0, 1, 1):
     told += [len(losses(trainer, 0)), [s.number for s in ckpt.list_steps(f"{runs}/search/run-{Trial.number}")]]
 trainer.args.push_to_hub = True
 refused(lambda: use(trainer, f"{runs}/search"))
+class Own(type(trainer)):
+    def _save_checkpoint(self, model, trial): ...
+trainer.args.push_to_hub, trainer.__class__ = False, Own
+import ckpt.integrations.transformers as adapter
+adapter.log.addFilter(lambda record: told.append(record.getMessage()))
+use(trainer, f"{runs}/own")
 """
 
 
@@ -196,8 +202,9 @@ def test_the_best_model_is_loaded_and_the_model_alone_saved(trainer_runs: tuple[
 
 def test_a_smaller_batch_and_each_trial_begin_anew(trainer_runs: tuple[Path, Any, Any]) -> None:
     """What the trainer makes of an error of memory is saved over what it had; no trial of a search goes on from another one."""
-    size, *trials, refused = trainer_runs[2][14:]
+    size, *trials, refused, warned = trainer_runs[2][14:]
     assert size == 3 and trials == [8, [5, 8]] * 3
+    assert warned == "Own._save_checkpoint is not called: what it writes beside a checkpoint is not there"
     assert "a push of each checkpoint: set hub_strategy to end" in refused
 
 
@@ -279,8 +286,8 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
-from ckpt.errors import ConflictError
-from ckpt.integrations.lightning import CkptIO
+from ckpt.errors import ConflictError, UsageError
+from ckpt.integrations.lightning import CkptFSDPStrategy, CkptIO, CkptModelParallelStrategy
 
 io, here = CkptIO(), f"{runs}/links"
 os.mkdir(here)
@@ -296,6 +303,13 @@ io.remove_checkpoint(f"{here}/last.ckpt")
 assert os.listdir(here) == ["a.ckpt"] and io.load_checkpoint(f"{here}/a.ckpt")["w"].tolist() == [1.0] * 3
 io.remove_checkpoint(f"{here}/a.ckpt")
 io.remove_checkpoint(f"{here}/a.ckpt")
+whole = {CkptFSDPStrategy: {"state_dict_type": "full"}, CkptModelParallelStrategy: {"save_distributed_checkpoint": False}}
+for strategy in whole:
+    try:
+        strategy(**whole[strategy])
+        raise SystemExit("it would have saved shards")
+    except UsageError:
+        pass
 assert os.listdir(here) == []
 
 class Named(ModelCheckpoint):
