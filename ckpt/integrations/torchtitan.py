@@ -20,7 +20,7 @@ from ckpt.converters.live_export import export
 from ckpt.converters.transaction import check_replaceable
 from ckpt.errors import NamesError
 from ckpt.formats.native.paths import step_number
-from ckpt.io_backends.registry import join_url, open_backend
+from ckpt.io_backends.registry import is_file_system, join_url, open_backend
 from ckpt.needs import needed, warn_if_untried
 from ckpt.policies import All, EverySteps, Latest
 from ckpt.runs.checkpointer import Checkpointer, agreed_latest, job_of
@@ -68,9 +68,14 @@ class CheckpointManager(checkpoint.CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         number = self._find_load_step() if step == -1 else step
+        create = self._create_checkpoint_id
         if number == -1:  # else torchtitan would look for directories by fsspec, which storage of ckpt does not need
-            return bool(super()._load()) if self.initial_load_path or self.initial_load_in_hf else False
-        self.dcp_load(self._states_to_load(number == 0), self._create_checkpoint_id(number), from_hf=False, from_quantized=False)
+            if self.initial_load_path or self.initial_load_in_hf:
+                return bool(super()._load())
+            number, create = super()._find_load_step() if is_file_system(self.folder) else -1, super()._create_checkpoint_id
+            if number == -1:
+                return False
+        self.dcp_load(self._states_to_load(number == 0), create(number), from_hf=False, from_quantized=False)
         return True
 
     def _find_load_step(self, folder: str = "") -> int:
@@ -115,7 +120,7 @@ class CheckpointManager(checkpoint.CheckpointManager):
         globs = [name if isinstance(value, torch.Tensor | PerRank) else f"{name}.*" for name, value in state.items()]
         only = None if state.keys() >= all_names else globs
         step: int | None = step_number(checkpoint_id.rpartition("/")[2])
-        fill: Callable[..., object] = partial(load, checkpoint_id, state, only=only)
+        fill: Callable[..., object] = partial(load, checkpoint_id, state, only=only, cast=self.initial_load_model_only)
         if step is not None and checkpoint_id == self.checkpointer.url(step):  # the newest one that is whole, if none was asked for
             fill = partial(self.checkpointer.restore, state, step=None if step == self._newest else step, only=only)
         try:

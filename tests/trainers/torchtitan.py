@@ -135,6 +135,17 @@ class Run(Job):
             assert [s.number for s in ckpt.list_steps(f"{url}/steps")] == [SAVED - 1, SAVED]
             with pytest.raises(ckpt.errors.NotFoundError):
                 self.manager(url).load(step=SAVED + 1)
+            self.exports(url)
+
+    def exports(self, url: str) -> None:
+        """A model of 16 bits begins a job of 32, as torchtitan's own does."""
+        manager = self.manager(f"{url}/model", last_save_model_only=True, export_dtype="bfloat16")
+        assert manager.save(SAVED, last_step=True)
+        manager.close()
+        rounded = digests({name: value.bfloat16().float() for name, value in self.model.state_dict().items()})
+        manager = self.manager(f"{url}/next", initial_load_path=f"{url}/model/steps/step-{SAVED:08}")
+        assert manager.load() and digests(self.model.state_dict()) == rounded
+        manager.close()
 
     def load(self, url: str) -> None:
         if self.hf:
@@ -148,6 +159,10 @@ class Run(Job):
         manager.close()
         if more:
             assert not Path(url, "next", "steps").exists()
+        if self.own:  # and in the folder that torchtitan saved to
+            manager = self.manager(url)
+            assert manager.load()
+            manager.close()
 
 
 def job(**options: Any) -> Callable[[int], Job]:
