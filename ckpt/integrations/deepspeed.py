@@ -82,8 +82,7 @@ class EngineCheckpoints:
         last, is_step = run.saved_last(root if tag is None else join_url(root, str(tag)))
         if last is None and (tag is not None or any(os.path.exists(os.path.join(root, n)) for n in ("latest", "latest_universal"))):
             flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-            loaded: tuple[str | None, dict[str, Any] | None] = self._own["load_checkpoint"](root, tag, *flags)
-            return loaded
+            return self._own["load_checkpoint"](root, tag, *flags)  # type: ignore[no-any-return]
         if custom_load_fn is not None:
             raise UsageError("custom_load_fn is not called by this load_checkpoint", hint="ckpt.load(url, state, rename=...) maps names")
         wanted = {"optimizer": load_optimizer_states, "lr_scheduler": load_lr_scheduler_states, "counters": True}

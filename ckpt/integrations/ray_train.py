@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,6 +45,9 @@ class RayCheckpointer(Checkpointer):
     def __init__(self, root: str | os.PathLike[str], *, look_every: int = 10, **arguments: Any) -> None:
         if arguments.get("local") is not None or arguments.get("memory") is not None:
             raise UsageError("only checkpoints at the root are reported to Ray", hint="leave local= and memory= out")
+        context: Any = getattr(sys.modules.get("ray.train.v2._internal.execution.context"), "_train_context", None)  # no public name has it
+        if context is not None and context.train_run_context.run_config.checkpoint_config.num_to_keep is not None:
+            raise UsageError("Ray would remove what later checkpoints need", hint="leave num_to_keep out of CheckpointConfig; keep= says what stays")
         super().__init__(root, **arguments)
         self._look_every, self._looks = look_every, 0
         self._preempted_nodes: set[str] = set()

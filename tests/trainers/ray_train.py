@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 import torch
 from ray import train
@@ -72,14 +73,19 @@ class Fit(Job):
     def train(self, begin: int, end: int) -> None:
         self.steps = end
 
-    def fit(self, **config: Any) -> dict[str, Any]:
+    def fit(self, kept: int | None = None, **config: Any) -> dict[str, Any]:
         root, result = f"{self.folder}/fit/steps", f"{self.folder}/result.json"
         fit = TorchTrainer(
             loop,
             train_loop_config={"root": root, "result": result, "steps": self.steps, "dies": 0, "lost": False, **config},
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=train.ScalingConfig(num_workers=self.workers),
-            run_config=train.RunConfig(storage_path=self.folder, name="fit", failure_config=train.FailureConfig(max_failures=1)),
+            run_config=train.RunConfig(
+                storage_path=self.folder,
+                name="fit",
+                failure_config=train.FailureConfig(max_failures=1),
+                checkpoint_config=train.CheckpointConfig(num_to_keep=kept),
+            ),
         ).fit()
         made: dict[str, Any] = json.loads(Path(result).read_text())
         if fit.checkpoint is None:  # a worker that is killed takes with it what Ray has not heard yet
@@ -98,6 +104,9 @@ class Fit(Job):
 
     def save(self, url: str) -> None:
         self.folder = url
+        if self.lost:
+            with pytest.raises(train.TrainingFailedError, match="leave num_to_keep out"):
+                self.fit(kept=2)
         made = self.fit(lost=self.lost, steps=SAVED + 1, dies=0 if self.lost else SAVED + 1)
         assert (made["start"], made["steps"]) == (None if self.lost else SAVED, [SAVED]), made
 
