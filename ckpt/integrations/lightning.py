@@ -148,8 +148,7 @@ class _ShardedCheckpoints(BackgroundSave):
 
     def __init__(self, *arguments: Any, background: bool = False, **named: Any) -> None:
         if named.get("state_dict_type") == "full" or not named.get("save_distributed_checkpoint", True):
-            hint = "leave it out: any layout loads the shards; `ckpt convert --to torch` makes one file of them"
-            raise UsageError("these strategies save shards, and no whole state", hint=hint)
+            raise UsageError("these strategies save shards, and no whole state", hint="`ckpt convert --to torch` makes one file of them")
         super().__init__(*arguments, **named)
         self.background = background
 

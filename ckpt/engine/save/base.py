@@ -234,7 +234,7 @@ class OpenedBase:
         if plan.assignments[name].alone:
             return None
         grid, cuts = entry.grid, plan.assignments[name].cuts
-        if cuts is not None and grid.cuts is not None and len(cuts) == len(grid.cuts) and all(map(_same, cuts, grid.cuts)):
+        if cuts is not None and grid.cuts is not None and [*map(tuple, cuts)] == [*map(tuple, grid.cuts)]:
             return own
         if id(grid) not in self._numbers:
             offsets, shapes = grid.all_boxes()
@@ -274,10 +274,6 @@ def find_base(
         return OpenedBase(base, here, base.catalog)
     # The other ranks may have the state that they had then, and need nothing: so this one opens the base alone.
     return OpenedBase(base, here, open_native(here) if own else open_together(base.url))
-
-
-def _same(a: Sequence[int], b: Sequence[int]) -> bool:
-    return len(a) == len(b) and tuple(a) == tuple(b)
 
 
 # What chunks of a save are stored as differences from: the same chunks of the base, where these are stored whole (docs/format.md §15).
