@@ -47,7 +47,7 @@ class RayCheckpointer(Checkpointer):
             raise UsageError("only checkpoints at the root are reported to Ray", hint="leave local= and memory= out")
         context: Any = getattr(sys.modules.get("ray.train.v2._internal.execution.context"), "_train_context", None)  # no public name has it
         if context is not None and context.train_run_context.run_config.checkpoint_config.num_to_keep is not None:
-            raise UsageError("Ray would remove what later checkpoints need", hint="leave num_to_keep out of CheckpointConfig; keep= says what stays")
+            raise UsageError("Ray would remove what later checkpoints need", hint="leave num_to_keep out, and give keep=")
         super().__init__(root, **arguments)
         self._look_every, self._looks = look_every, 0
         self._preempted_nodes: set[str] = set()
